@@ -7,7 +7,6 @@ kernel's name, and whether a process would leave in Triton's cache what the laun
 from __future__ import annotations
 
 import os
-from importlib import import_module
 from typing import Any
 
 import compile_sm90
@@ -16,7 +15,7 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, get_full_name, serialize_specialization_data
 
-from radixgrove.kernels.compilers import CompileOnly
+from radixgrove.kernels.compilers import CompileOnly, preload
 from radixgrove.kernels.float8 import FLOAT8
 
 Asked = tuple[str, str]
@@ -38,8 +37,7 @@ def ask(
     if len(asked) == 1:
         name = get_full_name(self.fn)
         handed = serialize_specialization_data(name, signature, constants, attributes, options, key)
-        # As `compilers` does.
-        getattr(import_module(self.fn.__module__), self.fn.__qualname__).preload(handed)
+        preload(self.fn.__module__, self.fn.__qualname__, handed)
 
 
 def launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:

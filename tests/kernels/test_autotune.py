@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from radixgrove.kernels import autotune, cublaslt, matmul, timing
 from radixgrove.kernels.autotune import LinearTuner
+from radixgrove.kernels.compilers import Room
 from radixgrove.kernels.cublaslt import CublasLt, CublasLtConfig, CublasLtError
 from radixgrove.kernels.gemv import GemvConfig
 from radixgrove.kernels.linear import linear_reference
@@ -36,6 +37,7 @@ from tests.kernels.helpers import assert_close
 pytest.importorskip("triton")
 
 ON_GPU = torch.cuda.is_available()
+ROOM = Room(cores=1, memory=0)
 ALGORITHM = CublasLtConfig(bytes(range(64)))
 CHOICES = [
     CUBLAS,
@@ -175,7 +177,7 @@ class TestTune:
     def test_leaves_a_cpu_and_float32_alone(self, tmp_path: Path, monkeypatch: Any) -> None:
         monkeypatch.setenv("RADIXGROVE_CACHE_DIR", str(tmp_path))
         tuner = LinearTuner()
-        with tuner.compiling([projection(64, 32)], 8, 8):
+        with tuner.compiling([projection(64, 32)], 8, 8, ROOM):
             tuner.tune([projection(64, 32)], 8, 8)
         assert not tuner._choices
         assert not list(tmp_path.iterdir())
@@ -333,17 +335,17 @@ class TestCompiling:
         self, compiled: list[Any], tmp_path: Path
     ) -> None:
         layer, twin = projection(6144, 14336), projection(8192, 14336)
-        with LinearTuner().compiling([layer, twin], 64, 64):
+        with LinearTuner().compiling([layer, twin], 64, 64, ROOM):
             small = [1] * len(GEMV_CANDIDATES)
             assert [bucket for bucket, _ in compiled] == [*small, 16, 32, 64]
         compiled.clear()
         known = {kind.key(1): CUBLAS for kind in (layer, twin)}
         autotune._write(tmp_path / "linear.json", known)
-        with LinearTuner().compiling([layer, twin], 64, 64):
+        with LinearTuner().compiling([layer, twin], 64, 64, ROOM):
             assert [bucket for bucket, _ in compiled] == [16, 32, 64]
 
     def test_a_gemv_that_takes_all_of_k_at_once_is_another(self, compiled: list[Any]) -> None:
-        with LinearTuner().compiling([projection(64, 14336), projection(64, 4096)], 1, 1):
+        with LinearTuner().compiling([projection(64, 14336), projection(64, 4096)], 1, 1, ROOM):
             again = [choice for _, choice in compiled[len(GEMV_CANDIDATES) :]]
         assert again == [one for one in GEMV_CANDIDATES if one.gemv and one.gemv.block_k == 4096]
 
@@ -354,16 +356,34 @@ class TestCompiling:
         monkeypatch.setattr(autotune, "add_rms_norm", lambda *_: ran.append("norm"))
         monkeypatch.setattr(autotune, "silu_and_mul", lambda x: ran.append("silu"))
         kinds = [projection(64, 32, residual=True), projection(64, 32, silu=True)]
-        with LinearTuner().compiling([*kinds, projection(64, 32)], 1, 1):
+        with LinearTuner().compiling([*kinds, projection(64, 32)], 1, 1, ROOM):
             for job in compiled:
                 if callable(job):
                     job()
         assert sorted(ran) == ["norm", "silu"]
 
+    def test_processes_help_for_which_there_is_room(
+        self, compiled: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        helping: list[tuple[torch.device, int]] = []
+
+        @contextmanager
+        def compiling_apart(device: torch.device, count: int) -> Iterator[None]:
+            assert not compiled
+            helping.append((device, count))
+            yield
+            helping.clear()
+
+        monkeypatch.setattr(autotune, "compiling_apart", compiling_apart)
+        with LinearTuner().compiling([projection(64, 32)], 1, 1, Room(cores=8, memory=1 << 30)):
+            assert helping == [(torch.device("cpu"), 4)]
+            assert compiled
+        assert not helping
+
     def test_other_kernels_come_first(self, compiled: list[Any]) -> None:
         def other() -> None: ...
 
-        with LinearTuner().compiling([projection(6144, 14336)], 1, 1, [other]):
+        with LinearTuner().compiling([projection(6144, 14336)], 1, 1, ROOM, [other]):
             assert compiled[0] is other
             assert len(compiled) == 1 + len(GEMV_CANDIDATES)
 
@@ -386,7 +406,6 @@ def test_when_loading_fails_what_is_being_compiled_ends_and_the_rest_is_left(
         raise RuntimeError("cannot be built")
 
     monkeypatch.setattr(ThreadPoolExecutor, "shutdown", shutdown)
-    monkeypatch.setattr(autotune.os, "cpu_count", lambda: 1)
     stream = SimpleNamespace(wait_stream=lambda other: None)
     monkeypatch.setattr(autotune._Trial, "run_once", run_once)
     monkeypatch.setattr(autotune, "_is_tunable", lambda device, dtype: True)
@@ -398,7 +417,7 @@ def test_when_loading_fails_what_is_being_compiled_ends_and_the_rest_is_left(
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
 
     def load() -> None:
-        with LinearTuner().compiling([projection(64, 32)], 1, 1):
+        with LinearTuner().compiling([projection(64, 32)], 1, 1, ROOM):
             raise OSError("no weights")
 
     with pytest.raises(OSError, match="no weights"):
@@ -578,7 +597,7 @@ class TestOnDevice:
         weights = [Weight.plain(matrix) for matrix in matrices]
         kinds = [Projection(weights), Projection(weights, silu=True)]
         tuner = LinearTuner()
-        with tuner.compiling(kinds, 16, 600):
+        with tuner.compiling(kinds, 16, 600, ROOM):
             pass
         tuner.tune(kinds, 16, 600)
         (file,) = tmp_path.glob("linear-*.json")

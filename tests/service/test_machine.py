@@ -8,7 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from radixgrove.service.machine import cores, memory_limit
+from radixgrove.service import machine
+from radixgrove.service.machine import cores, free_memory, memory_limit
 
 MACHINE = psutil.virtual_memory().total
 GIB = 1 << 30
@@ -105,3 +106,11 @@ def test_affinity_counts_where_it_is_less_than_the_quota(
     put(host.mount("v2", "/", "cgroup2"), cpu__max="800000 100000")
     host.is_in("0::/")
     assert cores(host.proc) == 1
+
+
+def test_what_is_free_is_of_the_limit_and_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 < free_memory() < MACHINE
+    monkeypatch.setattr(machine, "memory_limit", lambda: psutil.Process().memory_info().rss + GIB)
+    assert free_memory() <= GIB + (GIB >> 4)
+    monkeypatch.setattr(machine, "memory_limit", lambda: 1)
+    assert free_memory() == 0

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor
 from radixgrove.kernels import cublaslt
 from radixgrove.kernels._triton import cdiv, next_power_of_2
 from radixgrove.kernels.activation import silu_and_mul
-from radixgrove.kernels.compilers import compiling_apart, threads_for
+from radixgrove.kernels.compilers import Room, compiling_apart
 from radixgrove.kernels.cublaslt import CublasLtConfig
 from radixgrove.kernels.gemv import GemvConfig
 from radixgrove.kernels.linear_candidates import (
@@ -76,8 +75,8 @@ class LinearTuner:
         projections: Sequence[Projection],
         max_batch: int,
         max_tokens: int,
+        room: Room,
         others: Sequence[Callable[[], object]] = (),
-        cores: int | None = None,
     ) -> Iterator[None]:
         """Meanwhile compile, in threads, what `tune` with these arguments has to measure.
 
@@ -85,7 +84,6 @@ class LinearTuner:
 
         Args:
             others: launches of other kernels that will be needed, which come first.
-            cores: that compiling may use; None: the machine's.
         """
         device, dtype = _place(projections)
         if not _is_tunable(device, dtype):
@@ -104,9 +102,8 @@ class LinearTuner:
                 jobs.setdefault((choice, forms), partial(trial.run_once, choice))
             if bucket == 1 and (projection.silu or projection.residual):
                 jobs.setdefault((projection.outputs, projection.silu), trial.run_endings)
-        cores = cores or os.cpu_count() or 1
-        apart = compiling_apart(cores) if device.type == "cuda" else nullcontext()
-        with apart, ThreadPoolExecutor(threads_for(cores), "compile-kernels") as executor:
+        apart = compiling_apart(device, room.processes)
+        with apart, ThreadPoolExecutor(room.threads, "compile-kernels") as executor:
             _submit(executor, [*others, *jobs.values()], device)
             try:
                 yield

@@ -1,10 +1,10 @@
 """Processes that compile Triton's kernels, each for a thread that waits for it.
 
 A compilation holds Python's lock for much of its time: the threads of a process get no further than
-five or so at once. So a thread that comes to launch a new kernel gives what Triton would compile to
-a process without a GPU, which leaves the result in Triton's cache on disk. There the thread finds
-it, since it asks by the same source, signature and options. What a process fails to compile, the
-thread compiles itself.
+five or so at once. So a thread that comes to launch a kernel which Triton's cache on disk lacks
+gives what Triton would compile to a process without a GPU, which leaves the result there. The
+thread finds it, since it asks by the same source, signature and options. What a process fails to
+compile, the thread compiles itself.
 
     python -m radixgrove.kernels.compilers ARCHITECTURE DESCRIPTOR...
 
@@ -23,121 +23,150 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
+
+import torch
 
 log = logging.getLogger(__name__)
 
 # Where fewer are, threads are as good, and the memory of processes is saved.
 _FEWEST_CORES = 8
 _MOST = 16
+_PROCESS_BYTES = 256 << 20  # of which about 150 MB are used
 _PATIENCE_SECONDS = 60.0  # with one kernel; the slowest takes about five
 _ENDING_SECONDS = 20.0
 _NICE = 10  # loading weights comes first
 
 
-def threads_for(cores: int) -> int:
-    """How many threads compile well at once on so many cores."""
-    return min(_MOST if cores >= _FEWEST_CORES else 8, max(1, cores))
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What compiling may take of the machine."""
+
+    cores: int
+    memory: int  # bytes, for processes
+
+    @property
+    def threads(self) -> int:
+        """How many compile well at once."""
+        return min(_MOST if self.cores >= _FEWEST_CORES else 8, max(1, self.cores))
+
+    @property
+    def processes(self) -> int:
+        """One for each thread, if there is memory."""
+        if self.cores < _FEWEST_CORES:
+            return 0
+        return min(self.threads, self.memory // _PROCESS_BYTES)
 
 
 @contextmanager
-def compiling_apart(cores: int) -> Iterator[None]:
-    """Meanwhile kernels that are launched here for the first time are compiled by processes.
+def compiling_apart(device: torch.device, count: int) -> Iterator[None]:
+    """Meanwhile kernels that are launched on `device`, and not in Triton's cache, are compiled by
+    processes, which are started for the first of them.
 
     Args:
-        cores: that this process may use; with few of them nothing is different.
+        count: of processes; with 0 nothing is different.
     """
-    if cores < _FEWEST_CORES:
+    if count < 1:
         yield
         return
     from triton import knobs
-    from triton.runtime import driver
+    from triton.runtime.cache import FileCacheManager
 
-    architecture = driver.active.get_current_target().arch
-    with ExitStack() as stack:
-        try:
-            compilers = stack.enter_context(Compilers(threads_for(cores), architecture))
-        except OSError as error:  # no more processes, or descriptors
-            log.warning("kernels are compiled in threads alone, which takes longer: %s", error)
-        else:
-            before = knobs.runtime.jit_cache_hook
-            stack.callback(setattr, knobs.runtime, "jit_cache_hook", before)
-            knobs.runtime.jit_cache_hook = compilers.before_compiling
+    with Compilers(count, device) as compilers, knobs.runtime.scope(), knobs.cache.scope():
+        knobs.runtime.jit_cache_hook = compilers.before_compiling
+        manager = knobs.cache.manager_class or FileCacheManager
+        knobs.cache.manager_class = _looking_again(manager, compilers.compile_missing)
         yield
+
+
+def _looking_again(manager: Any, after: Callable[[], None]) -> Any:
+    """A class of Triton's cache which, where it lacks a kernel, calls `after` and looks again."""
+
+    def get_group(self: Any, filename: str) -> dict[str, str] | None:
+        found: dict[str, str] | None = manager.get_group(self, filename)
+        if not found:
+            after()
+            found = manager.get_group(self, filename)
+        return found
+
+    return type(manager.__name__, (manager,), {"get_group": get_group})
 
 
 class Compilers:
     """The processes, which this object starts and ends; any thread may ask them."""
 
-    def __init__(self, count: int, architecture: int) -> None:
-        """
-        Args:
-            architecture: that they compile for, 90 for compute capability 9.0.
-        """
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._count, self._device = count, device
         self._lock = threading.Lock()
+        self._launched = threading.local()  # `kernel`: what the thread comes to launch
         self._asked: dict[str, threading.Event] = {}
         self._free: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
-        pairs = [socket.socketpair() for _ in range(count)]
-        self._channels = [ours for ours, _ in pairs]
-        theirs = [channel for _, channel in pairs]
-        descriptors = [channel.fileno() for channel in theirs]
-        numbers = map(str, (architecture, *descriptors))
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "radixgrove.kernels.compilers", *numbers],
-                pass_fds=descriptors,
-                env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OPENBLAS_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
-        except BaseException:
-            self._close_channels()
-            raise
-        finally:
-            for channel in theirs:
-                channel.close()
-        for channel in self._channels:
-            channel.settimeout(_PATIENCE_SECONDS)
-            self._free.put(channel)
+        self._channels: list[socket.socket] = []
+        self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Compilers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close_channels()  # at which they end, after what they compile now
+        """They end after what they compile now."""
+        for channel in self._channels:
+            with suppress(OSError):  # it has ended
+                # Closing is not enough: a process that was forked meanwhile has the channel, too.
+                channel.shutdown(socket.SHUT_RDWR)
+            channel.close()
+        if self._process is None:
+            return
         try:
             self._process.wait(_ENDING_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
-    def _close_channels(self) -> None:
-        for channel in self._channels:
-            channel.close()
-
     def before_compiling(self, **event: Any) -> bool:
-        """Triton's hook: False, which lets it look into its cache and compile what is not there.
+        """Triton's hook: False, which lets it look into its cache and compile what is not there."""
+        kernel = event["fn"]
+        what = event["compile"]["specialization_data"]
+        self._launched.kernel = kernel.module, kernel.name, what
+        return False
+
+    def compile_missing(self) -> None:
+        """Have a process compile what this thread comes to launch; it may fail to.
 
         The very first kernel is compiled here: the processes are still being started then.
         """
-        kernel, what = event["fn"], event["compile"]["specialization_data"]
+        kernel = self._launched.__dict__.pop("kernel", None)
+        if kernel is None:  # the hook has not seen it
+            return
+        what = kernel[2]
         with self._lock:
-            known, done = bool(self._asked), self._asked.get(what)
+            first, done = not self._asked, self._asked.get(what)
             own = done is None
             if done is None:
                 done = self._asked[what] = threading.Event()
+            if first:
+                self._start()
         if not own:  # another thread wants the same
             done.wait(_PATIENCE_SECONDS)
-            return False
+            return
         try:
-            if known:
-                self._ask(kernel.module, kernel.name, what)
+            if not first:
+                self._ask(*kernel)
         finally:
             done.set()
-        return False
+
+    def _start(self) -> None:
+        major, minor = torch.cuda.get_device_capability(self._device)
+        try:
+            self._process, self._channels = _start_processes(self._count, 10 * major + minor)
+        except OSError as error:  # no more processes, or descriptors
+            log.warning("kernels are compiled in threads alone, which takes longer: %s", error)
+        for channel in self._channels:
+            channel.settimeout(_PATIENCE_SECONDS)
+            self._free.put(channel)
 
     def _ask(self, module: str, name: str, what: str) -> None:
         """Have it compiled, if a process is free; one that fails to answer is not asked again."""
@@ -146,6 +175,34 @@ class Compilers:
             channel.sendall(json.dumps([module, name, what]).encode() + b"\n")
             if channel.recv(1):
                 self._free.put(channel)
+
+
+def _start_processes(
+    count: int, architecture: int
+) -> tuple[subprocess.Popen[bytes], list[socket.socket]]:
+    """The process that starts all others and waits for them, and the channels to these.
+
+    Args:
+        architecture: that they compile for, 90 for compute capability 9.0.
+    """
+    with ExitStack() as theirs, ExitStack() as unless_started:
+        pairs = []
+        for _ in range(count):
+            pairs.append(socket.socketpair())
+            unless_started.enter_context(pairs[-1][0])
+            theirs.enter_context(pairs[-1][1])
+        descriptors = [other.fileno() for _, other in pairs]
+        numbers = map(str, (architecture, *descriptors))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "radixgrove.kernels.compilers", *numbers],
+            pass_fds=descriptors,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OPENBLAS_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # so that all can be ended at once; a terminal's SIGINT is ours
+        )
+        unless_started.pop_all()
+    return process, [own for own, _ in pairs]
 
 
 class CompileOnly:
@@ -167,34 +224,60 @@ class CompileOnly:
 
 
 def main(arguments: list[str]) -> None:
-    from triton.runtime import driver
-
     architecture, *descriptors = map(int, arguments)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's reaches the process that asks, too
     os.nice(_NICE)
-    driver.set_active(CompileOnly(architecture))
-    import_module("radixgrove.kernels.ops")  # with nearly all kernels, before there are many of us
+    _prepare(architecture)
     channels = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     for own in channels:
-        if not os.fork():
-            for channel in channels:
-                if channel is not own:
-                    channel.close()
-            _serve(own)
-            os._exit(0)
+        try:
+            child = os.fork()
+        except OSError:  # fewer will do: the channels of the others are closed below
+            break
+        if not child:
+            _serve_and_exit(own, channels)
     for channel in channels:
         channel.close()  # that only its process has, whose end is the other side's news
-    for _ in channels:
-        os.wait()
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
     os._exit(0)  # torch would take a while to end
+
+
+def _prepare(architecture: int) -> None:
+    """Do what each process needs before there are many of them."""
+    from triton.compiler.compiler import make_backend
+    from triton.runtime import driver
+    from triton.runtime.cache import triton_key
+
+    compile_only = CompileOnly(architecture)
+    driver.set_active(compile_only)
+    import_module("radixgrove.kernels.ops")  # with nearly all kernels
+    # Both are kept, for the names of kernels in the cache: they read Triton and run its assembler.
+    triton_key()
+    make_backend(compile_only.get_current_target()).hash()
+
+
+def _serve_and_exit(own: socket.socket, channels: list[socket.socket]) -> None:
+    try:
+        for channel in channels:
+            if channel is not own:
+                channel.close()
+        with suppress(OSError):  # the process that asks has ended
+            _serve(own)
+    finally:
+        os._exit(0)
 
 
 def _serve(channel: socket.socket) -> None:
     for line in channel.makefile("rb"):
-        module, name, what = json.loads(line)
         with suppress(Exception):  # it fails again where it was asked for, and is seen there
-            getattr(import_module(module), name).preload(what)
+            preload(*json.loads(line))
         channel.sendall(b"\n")
+
+
+def preload(module: str, name: str, what: str) -> None:
+    """Compile the kernel of that name for what Triton's hook was given."""
+    getattr(import_module(module), name).preload(what)
 
 
 if __name__ == "__main__":

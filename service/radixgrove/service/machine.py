@@ -37,6 +37,12 @@ def memory_limit(proc: Path = _PROC) -> int:
     return limit
 
 
+def free_memory() -> int:
+    """Bytes that this process may use beyond what it does."""
+    unused = memory_limit() - psutil.Process().memory_info().rss
+    return max(0, min(unused, psutil.virtual_memory().available))
+
+
 def cores(proc: Path = _PROC) -> int:
     """Cores that this process can keep busy: those it may run on, or its quota of time if less.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from radixgrove.kernels import ops as kernels
+from radixgrove.kernels.compilers import Room
 from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.protocol.model.config import ModelConfig, QkNorm
 from radixgrove.protocol.model.directory import known_tokens
@@ -57,8 +58,9 @@ def load_model(
             shape = replace(shape, quantizes=model.quantizes_heads)
             others += compile_jobs(shape, place.device)
         others += kernels.expert_tuner.jobs(*model.experts(), limits.max_step_tokens)
-    cores = machine.cores() // Layout.of(settings).ranks_per_node
-    with kernels.tuner.compiling(model.projections(), *sizes, others, max(1, cores)):
+    ranks = Layout.of(settings).ranks_per_node
+    room = Room(machine.cores() // ranks, machine.free_memory() // ranks)
+    with kernels.tuner.compiling(model.projections(), *sizes, room, others):
         if settings.load_format == LoadFormat.DUMMY:
             report(PhaseReport(EngineState.LOADING, "filling random weights"))
             fill_random(model.parts())

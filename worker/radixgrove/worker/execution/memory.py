@@ -13,7 +13,7 @@ import torch
 from radixgrove.protocol.model.config import ModelConfig, ModelError
 from radixgrove.protocol.model.fit import count_parameters
 from radixgrove.protocol.settings import WorkerSettings
-from radixgrove.service.machine import memory_limit
+from radixgrove.service.machine import free_memory, memory_limit
 from radixgrove.worker.attention.kv_pool import KvGroup, KvShape
 from radixgrove.worker.execution.choices import Limits
 from radixgrove.worker.parallel.group import Shard
@@ -138,12 +138,11 @@ def host_tier_pages(settings: WorkerSettings, shape: KvShape, ranks: int, local:
             f"{asked} is less than one page of {shape.page_bytes / (1 << 20):.2f} MiB{each}; "
             "raise it, or set 0"
         )
-    unused = memory_limit() - psutil.Process().memory_info().rss
-    free = min(unused, psutil.virtual_memory().available)
+    free = free_memory()
     needed = local * pages * shape.page_bytes
     if needed > free * _HOST_TIER_SHARE:
         raise MemoryShortage(
-            f"{asked} needs {_gib(needed)} of host memory, but {_gib(max(free, 0))} are free, of "
+            f"{asked} needs {_gib(needed)} of host memory, but {_gib(free)} are free, of "
             f"which a host tier may take {_HOST_TIER_SHARE:.0%}; lower host_cache_gib"
         )
     return pages
