@@ -147,9 +147,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> set[tuple[object, ...]]:
     return seen
 
 
+@pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("float8", [False, True])
 def test_all_that_steps_launch_is_compiled_ahead(
-    float8: bool, launches: set[tuple[object, ...]]
+    float8: bool, residual: bool, launches: set[tuple[object, ...]]
 ) -> None:
     """Of any size, by whatever choice is measured to be the fastest, a norm before it included."""
     experts, hidden, inner, load = 16, 128, 256, torch.zeros(16, dtype=torch.int64)
@@ -164,7 +165,7 @@ def test_all_that_steps_launch_is_compiled_ahead(
 
     router = Router(Routing(2), load=load)
     own = ExpertWeights(stack(2 * inner, hidden), stack(hidden, inner), router)
-    for job in ExpertTuner().jobs([own], experts, 512):
+    for job in ExpertTuner().jobs([own], experts, residual, 512):
         if own.can_be_grouped and job.args == (GROUPED,):  # type: ignore[attr-defined]
             continue  # torch's product needs a device
         job()
@@ -172,14 +173,14 @@ def test_all_that_steps_launch_is_compiled_ahead(
     launches.clear()
     for tokens in (1, 2, 3, 4, 7, 8, 15, 16, 24, 32, 56, 64, 100, 128, 130, 200, 256, 300, 512):
         x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
-        logits = torch.zeros(tokens, experts)
+        logits, stream = torch.zeros(tokens, experts), x if residual else None
         for choice in candidates(moe_tuning.bucket_of(tokens), own):
             if choice == GROUPED:
                 continue
             for added_to in (None, x.clone()):
                 normed, rows = moe.norm_for_experts(x, x[0], 1e-6, own, choice, added_to)
-                moe.experts(normed, logits, own, x, rows=rows, choice=choice)
-                moe.experts(normed, logits, own, x, choice=choice)  # behind a sum over ranks
+                moe.experts(normed, logits, own, stream, rows=rows, choice=choice)
+                moe.experts(normed, logits, own, stream, choice=choice)  # behind a sum over ranks
     names = {name for name, *_ in compiled}
     assert {"route_kernel", "route_and_sort_kernel", "sort_kernel"} < names
     assert launches == compiled
@@ -188,9 +189,9 @@ def test_all_that_steps_launch_is_compiled_ahead(
 
 def test_nothing_is_tuned_off_cuda() -> None:
     tuner = ExpertTuner()
-    tuner.tune([weights()], 8, 64)
-    assert tuner.jobs([weights()], 8, 64) == []
-    assert tuner.jobs([], 0, 64) == []
+    tuner.tune([weights()], 8, True, 64)
+    assert tuner.jobs([weights()], 8, True, 64) == []
+    assert tuner.jobs([], 0, True, 64) == []
     assert tuner.choose(1, 8, weights()).pairs is not None
 
 

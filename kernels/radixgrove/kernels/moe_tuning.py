@@ -96,11 +96,14 @@ class ExpertTuner:
         return self._choices.get(key) or moe.default_choice(tokens, weights)
 
     def jobs(
-        self, layers: Sequence[ExpertWeights], experts: int, max_tokens: int
+        self, layers: Sequence[ExpertWeights], experts: int, residual: bool, max_tokens: int
     ) -> list[Callable[[], object]]:
         """Launches of all that `tune` has to measure, which compile it; empty off CUDA.
 
         Weights may be loading: they are read, and what comes out is dropped.
+
+        Args:
+            residual: as for `tune`.
         """
         if not layers or not _is_tunable(layers[0]):
             return []
@@ -110,7 +113,7 @@ class ExpertTuner:
         for bucket in _buckets(max_tokens):
             if _key(bucket, experts, layers[0]) in known:
                 continue
-            trial = _Trial(layers, experts, bucket)
+            trial = _Trial(layers, experts, residual, bucket)
             for choice in candidates(bucket, layers[0]):
                 # Products need them, and no two threads are to compile the same.
                 form = choice.block_m, min(bucket, MOST_FORMS)
@@ -122,6 +125,7 @@ class ExpertTuner:
         self,
         layers: Sequence[ExpertWeights],
         experts: int,
+        residual: bool,
         max_tokens: int,
         report: Callable[[str, float], None] = lambda message, fraction: None,
     ) -> None:
@@ -131,6 +135,7 @@ class ExpertTuner:
 
         Args:
             experts: that tokens choose from, on all ranks.
+            residual: what the layers come to here is added to something.
             max_tokens: the most tokens of a step.
             report: called with a message and the fraction done.
         """
@@ -144,7 +149,7 @@ class ExpertTuner:
             key = _key(bucket, experts, layers[0])
             if key not in known:
                 report(f"tuning {experts} experts for {bucket} tokens", done / len(buckets))
-                trial = _Trial(layers, experts, bucket)
+                trial = _Trial(layers, experts, residual, bucket)
                 known[key] = search(
                     bucket, layers[0], partial(fastest, trial=trial, what=str(trial))
                 )
@@ -281,13 +286,16 @@ def _choice(pairs: dict[str, Any] | None, tiles: dict[str, Any] | None) -> Exper
 class _Trial:
     """Experts of a few layers for so many tokens, routed at random as new models do: evenly.
 
-    They are called as a decoder does, behind a norm and with a residual stream and a count of
-    tokens: nothing is compiled anew for these.
+    They are called as a decoder does, behind a norm and with a count of tokens, and with a residual
+    stream where the decoder has one for them: nothing is compiled anew for these.
     """
 
-    def __init__(self, layers: Sequence[ExpertWeights], experts: int, tokens: int) -> None:
+    def __init__(
+        self, layers: Sequence[ExpertWeights], experts: int, residual: bool, tokens: int
+    ) -> None:
         self.device = layers[0].gate_up.device
         self._tokens, self._experts = tokens, experts
+        self._has_residual = residual
         self._layers = [_uncounted(layer) for layer in layers[:_COLD_LAYERS]]
         self._operands: _Operands | None = None
 
@@ -303,15 +311,17 @@ class _Trial:
         return self._operands
 
     def run(self, choice: ExpertChoice) -> None:
-        given = self._given()
-        for layer, logits in zip(self._layers, given.logits, strict=True):
-            x, rows = moe.norm_for_experts(given.x, given.norm, 1e-6, layer, choice)
-            moe.experts(x, logits, layer, given.residual, rows=rows, choice=choice)
+        for layer, logits in zip(self._layers, self._given().logits, strict=True):
+            self._run(choice, layer, logits)
 
     def run_once(self, choice: ExpertChoice) -> None:
-        given, layer = self._given(), self._layers[0]
+        self._run(choice, self._layers[0], self._given().logits[0])
+
+    def _run(self, choice: ExpertChoice, layer: ExpertWeights, logits: torch.Tensor) -> None:
+        given = self._given()
+        residual = given.residual if self._has_residual else None
         x, rows = moe.norm_for_experts(given.x, given.norm, 1e-6, layer, choice)
-        moe.experts(x, given.logits[0], layer, given.residual, rows=rows, choice=choice)
+        moe.experts(x, logits, layer, residual, rows=rows, choice=choice)
 
     def route(self, choice: ExpertChoice) -> None:
         """What comes before the products; the norm also as it is where it adds to the stream."""

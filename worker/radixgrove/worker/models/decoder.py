@@ -185,11 +185,15 @@ class DecoderLayer:
         return takes_heads(self._output.weight, self._head_dim)
 
     @staticmethod
-    def projections(layers: Sequence[DecoderLayer]) -> list[Projection]:
-        """For the tuner: the products of these layers' attention."""
+    def projections(layers: Sequence[DecoderLayer], *, residual: bool) -> list[Projection]:
+        """For the tuner: the products of these layers' attention.
+
+        Args:
+            residual: this rank's parts are added to something.
+        """
         return [
             *Linear.projections([layer._qkv for layer in layers]),
-            *Linear.projections([layer._output for layer in layers]),
+            *Linear.projections([layer._output for layer in layers], residual=residual),
         ]
 
     def __call__(
@@ -348,9 +352,10 @@ class Decoder:
 
     def projections(self) -> list[Projection]:
         """What the tuner measures: each kind of product, over all layers, and the head."""
-        found = DecoderLayer.projections(self._layers)
-        mlps = [layer.mlp for layer in self._layers]
-        found += FeedForward.projections([mlp for mlp in mlps if isinstance(mlp, FeedForward)])
+        residual = self.group.has_stream
+        found = DecoderLayer.projections(self._layers, residual=residual)
+        mlps = [layer.mlp for layer in self._layers if isinstance(layer.mlp, FeedForward)]
+        found += FeedForward.projections(mlps, residual=residual)
         found += Mixture.projections(self._mixtures)
         if self._head is not None:
             wide = self.logits_dtype != self.dtype
@@ -358,10 +363,11 @@ class Decoder:
             found.append(Projection([head], every_token=False, wide=wide))
         return found
 
-    def experts(self) -> tuple[list[ExpertWeights], int]:
-        """For the tuner: this rank's experts of each layer with some, and how many there are."""
+    def experts(self) -> tuple[list[ExpertWeights], int, bool]:
+        """For the tuner: this rank's experts of each layer with some, how many there are in all,
+        and whether what they come to is added to something here."""
         count = self.config.experts.count if self.config.experts else 0
-        return [mixture.weights for mixture in self._mixtures], count
+        return [mixture.weights for mixture in self._mixtures], count, self.group.has_stream
 
     def _rotary_tables(self) -> list[Tensor]:
         sizes = self.config.attention.head_dim, self.config.max_position_embeddings, self.device

@@ -167,8 +167,7 @@ class Linear:
             added_to: [T, in], to which `x` is added before the norm, in place.
         """
         reduce = self.is_summed(context)
-        # The sum over the ranks takes in the residual once, from rank 0.
-        own = residual if not reduce or context.group.rank == 0 else None
+        own = residual if not reduce or context.group.has_stream else None
         y = self.partial(
             x,
             context,
@@ -240,11 +239,14 @@ class Linear:
         return context.ops.defers_residual(tokens, self.weight)
 
     @staticmethod
-    def projections(linears: Sequence[Linear], *, feed: Sequence[Linear] = ()) -> list[Projection]:
+    def projections(
+        linears: Sequence[Linear], *, feed: Sequence[Linear] = (), residual: bool = False
+    ) -> list[Projection]:
         """For the tuner: the same in several layers, those of each format by themselves.
 
         Args:
             feed: what they `feed`, each one of these. With a bias, SiLU is a kernel of its own.
+            residual: this rank's products are added to something.
         """
         alike: dict[tuple[str, str], list[tuple[Linear, Linear | None]]] = defaultdict(list)
         for linear, fed in zip_longest(linears, feed):
@@ -258,8 +260,9 @@ class Linear:
                 Projection(
                     [linear.weight for linear, _ in pairs],
                     silu=feeds is not None,
-                    residual=first._row_parallel,
+                    residual=residual,
                     biased=first.bias is not None,
+                    normed=not first._row_parallel,
                     feeds=feeds,
                 )
             )

@@ -64,8 +64,12 @@ class FeedForward:
         return self.gate_up.prepare(ops) + self.down.prepare(ops)
 
     @staticmethod
-    def projections(layers: Sequence[FeedForward]) -> list[Projection]:
-        """For the tuner: what these have in common."""
+    def projections(layers: Sequence[FeedForward], *, residual: bool) -> list[Projection]:
+        """For the tuner: what these have in common.
+
+        Args:
+            residual: this rank's parts are added to something.
+        """
         feeding = [layer for layer in layers if layer._has_silu]
         others = [layer.gate_up for layer in layers if not layer._has_silu]
         return [
@@ -73,7 +77,7 @@ class FeedForward:
                 [layer.gate_up for layer in feeding], feed=[layer.down for layer in feeding]
             ),
             *Linear.projections(others),
-            *Linear.projections([layer.down for layer in layers]),
+            *Linear.projections([layer.down for layer in layers], residual=residual),
         ]
 
     def __call__(self, stream: ResidualStream, context: StepContext, norm: Norm | None) -> None:
@@ -210,7 +214,8 @@ class Mixture:
             return []
         shared = [layer._shared for layer in layers if layer._shared is not None]
         router = Projection([layer._gate for layer in layers], wide=True, normed=False)
-        return [router, *FeedForward.projections(shared)]
+        # Every rank adds its part to what its experts come to.
+        return [router, *FeedForward.projections(shared, residual=True)]
 
     def __call__(self, stream: ResidualStream, context: StepContext, norm: Norm | None) -> None:
         """Add it, of the stream's norm, to the stream."""

@@ -85,9 +85,9 @@ class ResidualStream:
 
     def add_partial(self, add: Callable[[Tensor | None], Tensor], context: StepContext) -> None:
         """Add what each rank has a part of: `add` takes the tensor to add its part to, which is
-        the stream on rank 0, and none elsewhere."""
+        the stream on the rank that has it, and none elsewhere."""
         value = self.value(context)
-        self._partial = add(value if context.group.rank == 0 else None)
+        self._partial = add(value if context.group.has_stream else None)
 
     def add(
         self,

@@ -90,6 +90,12 @@ class TensorParallel:
     def size(self) -> int:
         return self.shard.size
 
+    @property
+    def has_stream(self) -> bool:
+        """Whether this rank's parts of sums are added to the residual stream, which the sum over
+        the ranks takes in once; the others' are added to nothing."""
+        return self.rank == 0
+
     def use_peer_memory(self, hidden: int, dtype: torch.dtype, rows: int) -> int:
         """Talk over peer memory where the devices reach each other: sum activations that are
         small enough, and draw from parts of the vocabulary; rows of `hidden` up to which it is.
