@@ -1,4 +1,4 @@
-"""What is compiled ahead of steps is what their sampling launches."""
+"""What is compiled ahead of steps is what they launch, where ranks have whole logits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """What steps launch beside the layers, launched once: each is compiled before it is needed.
 
+But not what ranks draw from their parts of the vocabulary: those kernels wait for other ranks, and
+whether these are within reach is found out after the weights are loaded.
+
 Strides and types are as steps will have them: whatever differs is compiled again.
 """
 
