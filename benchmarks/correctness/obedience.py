@@ -159,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
         max_model_len=arguments.max_tokens + _PROMPT_TOKENS,
         kv_tokens=arguments.rows * (arguments.max_tokens + _PROMPT_TOKENS),
         max_running=arguments.rows,
-        queue_timeout=3600,
+        queue_timeout=arguments.seconds + 60.0,
     )
     counted: Counter[str] = Counter()
     told = time.monotonic()
