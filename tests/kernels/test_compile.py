@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.hopper import SHARED_MEMORY_BYTES, compiled
+from tests.kernels.hopper import SHARED_MEMORY_BYTES, WITHIN_SECONDS, compiled
 
 pytest.importorskip("triton")
+
+pytestmark = pytest.mark.timeout(WITHIN_SECONDS)
 
 KERNELS = {
     "_all_reduce_kernel",
