@@ -9,6 +9,8 @@ CLUSTER_PYTHON := $(BIN)/python
 unexport PYTHONDONTWRITEBYTECODE
 # Eight processes of tests for two cores, each with whole files (tests/whole_files.py).
 SPREAD ?= --numprocesses auto --maxprocesses 8 --dist loadfile
+# Of make test-all: "or MARK" leaves tests with a mark out.
+LATER ?=
 # Drills judge how long clients wait.
 DRILL_SPREAD ?= --numprocesses 3 --dist worksteal
 SINCE ?= main
@@ -18,7 +20,7 @@ DRILLS ?= drill
 MINUTES ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev run smoke test test-slow test-all test-drills soak check check-tests mutants lint format bench lock clean
+.PHONY: help setup setup-dev run smoke test test-slow test-all test-hopper test-drills soak check check-tests mutants lint format bench lock clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -43,7 +45,10 @@ test-slow: setup-dev ## those of them that take half a minute each, or show the 
 	  --hypothesis-profile whole $(SPREAD)
 
 test-all: setup-dev ## make test and make test-slow in one go: what computes beside what waits
-	$(BIN)/python -m pytest -m "not (gpu or cluster or drill)" --hypothesis-profile whole $(SPREAD)
+	$(BIN)/python -m pytest -m "not (gpu or cluster or drill $(LATER))" --hypothesis-profile whole $(SPREAD)
+
+test-hopper: setup-dev ## those of them that compile kernels for Hopper
+	$(BIN)/python -m pytest -m "hopper and not gpu" tests/kernels
 
 test-drills: setup-dev ## each ordinary fault beside a load, RECORD= a directory for the figures
 	$(BIN)/python -m pytest -m "$(DRILLS)" tests/drills $(if $(RECORD),--record-drills $(RECORD),$(DRILL_SPREAD))

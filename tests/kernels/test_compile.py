@@ -69,6 +69,7 @@ def test_a_form_of_every_kernel_compiles_for_hopper(hopper_cache: Path) -> None:
     assert_they_fit(kernels)
 
 
+@pytest.mark.hopper
 @pytest.mark.slow
 def test_kernels_compile_for_hopper_in_every_form(hopper_cache: Path) -> None:
     kernels = compiled(hopper_cache, "bfloat16")
@@ -76,6 +77,7 @@ def test_kernels_compile_for_hopper_in_every_form(hopper_cache: Path) -> None:
     assert_they_fit(kernels)
 
 
+@pytest.mark.hopper
 @pytest.mark.slow
 def test_kernels_compile_for_hopper_in_float32(hopper_cache: Path) -> None:
     kernels = compiled(hopper_cache, "float32")

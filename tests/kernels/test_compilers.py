@@ -44,6 +44,7 @@ def launched_by(name: str, cache: Path) -> list[list[str]]:
     return [line.split() for line in done.stdout.splitlines()]
 
 
+@pytest.mark.hopper
 @pytest.mark.slow
 def test_every_kernel_can_be_handed_over(tmp_path: Path) -> None:
     launched = launched_by("handed_over.py", tmp_path)
@@ -51,6 +52,7 @@ def test_every_kernel_can_be_handed_over(tmp_path: Path) -> None:
     assert [name for name, same in launched if same != "True"] == []
 
 
+@pytest.mark.hopper
 @pytest.mark.slow
 def test_what_a_process_compiles_is_what_the_launch_asks_for(tmp_path: Path) -> None:
     launched = launched_by("compile_apart.py", tmp_path)
@@ -70,6 +72,7 @@ os.kill(os.getpid(), 9)
 """
 
 
+@pytest.mark.hopper
 @pytest.mark.slow
 def test_processes_end_with_the_one_that_started_them() -> None:
     killed = subprocess.run(

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.timeout(WITHIN_SECONDS)
 
 
+@pytest.mark.hopper
 @pytest.mark.slow
 def test_products_for_hopper_keep_their_sums_in_registers(hopper_cache: Path) -> None:
     """At the shapes of Qwen3-0.6B and Llama-3.1-8B, in every form that the tuner asks about."""
@@ -25,6 +26,7 @@ def test_products_for_hopper_keep_their_sums_in_registers(hopper_cache: Path) ->
         assert shared <= SHARED_MEMORY_BYTES, f"{name} needs {shared} bytes of shared memory"
 
 
+@pytest.mark.hopper
 @pytest.mark.slow
 def test_experts_for_hopper_keep_their_sums_in_registers(hopper_cache: Path) -> None:
     """At the shapes of Qwen3-30B-A3B and Mixtral-8x7B, in every form that the tuner asks about."""
@@ -40,6 +42,7 @@ def test_experts_for_hopper_keep_their_sums_in_registers(hopper_cache: Path) -> 
         assert shared <= SHARED_MEMORY_BYTES, f"{name} needs {shared} bytes of shared memory"
 
 
+@pytest.mark.hopper
 @pytest.mark.slow
 def test_decode_from_a_projection_keeps_to_its_registers(hopper_cache: Path) -> None:
     """At the shapes of Qwen3-0.6B and Llama-3.1-8B: as many blocks fit as without RoPE and norm."""
