@@ -132,7 +132,8 @@ class StepLimits(NamedTuple):
 
 ON_CUDA = StepLimits(max_running=256, max_step_tokens=8192)
 ON_CPU = StepLimits(max_running=32, max_step_tokens=512)
-_LEAST_STEP_TOKENS = 512  # of a stage's step on CUDA
+# Of a stage's step.
+_LEAST_ON_CUDA, _LEAST_ON_CPU = 512, 64
 # On a CPU, which others may use too, a step may be this many times slower than warm-up measured.
 CPU_STEP_SLACK = 12.0
 
@@ -315,8 +316,8 @@ class WorkerSettings(Settings):
     )
     max_step_tokens: int | None = _field(
         None,
-        f"Tokens of one step, prefill chunks included ({ON_CUDA.max_step_tokens} on CUDA, a part "
-        f"of that with stages; {ON_CPU.max_step_tokens} on CPU).",
+        f"Tokens of one step, prefill chunks included ({ON_CUDA.max_step_tokens} on CUDA, "
+        f"{ON_CPU.max_step_tokens} on CPU, a part of that with stages).",
         ge=1,
         le=1 << 20,
     )
@@ -451,9 +452,10 @@ class WorkerSettings(Settings):
     def step_limits(self, *, on_cpu: bool) -> StepLimits:
         """As set, else the device's defaults."""
         running, tokens = ON_CPU if on_cpu else ON_CUDA
-        if self.pp > 1 and not on_cpu:
-            # So that chunks of a long prompt are in all stages at once.
-            tokens = max(_LEAST_STEP_TOKENS, tokens // (2 * self.pp))
+        if self.pp > 1:
+            # So that chunks of a long prompt are in all stages at once, and none waits for long
+            # while another computes one.
+            tokens = max(_LEAST_ON_CPU if on_cpu else _LEAST_ON_CUDA, tokens // (2 * self.pp))
         return StepLimits(self.max_running or running, self.max_step_tokens or tokens)
 
 
