@@ -89,7 +89,7 @@ def answers(
     sampling: SamplingParams,
     seconds: float,
 ) -> Iterator[tuple[int, list[int], Finish]]:
-    """The number of each grammar whose row has ended, its tokens and why, as they come.
+    """As rows end: the number of the grammar, its tokens, and why it ended.
 
     Args:
         seconds: rows that have not ended by then are given up.
@@ -162,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
         queue_timeout=arguments.seconds + 60.0,
     )
     counted: Counter[str] = Counter()
-    told = time.monotonic()
+    reported = time.monotonic()
     with OfflineEngine(settings, model_dir) as engine:
         grammars = [grammar for _, _, grammar in cases]
         prompts = questions(model_dir, [schema for _, schema, _ in cases])
@@ -175,8 +175,8 @@ def main(argv: list[str] | None = None) -> int:
                 counted["wrong" if wrong else "obeys"] += 1
                 if wrong:
                     print(f"{name}: {wrong}: {text[:300]}", flush=True)
-            if time.monotonic() > told + _PROGRESS_SECONDS:
-                told = time.monotonic()
+            if time.monotonic() > reported + _PROGRESS_SECONDS:
+                reported = time.monotonic()
                 print(f"of {len(cases)} so far: {dict(counted)}", file=sys.stderr, flush=True)
     counted["cut"] = len(cases) - counted.total()
     print(dict(counted))

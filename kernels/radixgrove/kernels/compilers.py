@@ -236,7 +236,7 @@ def main(arguments: list[str]) -> None:
         if not child:
             _serve_and_exit(own, channels)
     for channel in channels:
-        channel.close()  # that only its process has, whose end is the other side's news
+        channel.close()  # its process alone keeps it: the other side sees when that ends
     with suppress(ChildProcessError):
         while True:
             os.wait()
