@@ -13,50 +13,10 @@ _BLANK = "▁"  # SentencePiece's mark of a blank
 _BYTE_PIECE = re.compile(r"^<0x([0-9A-F]{2})>$")
 
 
-class TokenBytes:
-    """Of one tokenizer.
+class _Spec(msgspec.Struct):
+    """What is read of a `tokenizer.json`."""
 
-    Attributes:
-        table: the bytes of each id, where the vocabulary is one of bytes and a text is no more than
-            its tokens' bytes, one after another; None elsewhere.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, size: int = 0) -> None:
-        """
-        Args:
-            size: ids below it are the model's, whether the tokenizer knows them or not.
-        """
-        self._tokenizer = tokenizer
-        self._special = frozenset(
-            number
-            for number, token in tokenizer.get_added_tokens_decoder().items()
-            if token.special
-        )
-        decoder = msgspec.json.decode(tokenizer.to_str()).get("decoder")
-        kinds = [step["type"] for step in decoder_steps(decoder)]
-        self._bytes = _byte_table(tokenizer, size) if BYTE_LEVEL in kinds else None
-        self._marks_blanks = _BLANK in str(decoder)
-        self.table = self._bytes if kinds == [BYTE_LEVEL] else None
-
-    def of(self, token_id: int) -> bytes:
-        """The bytes of one token; none where no token has this id."""
-        if self._bytes is not None:
-            return self._bytes[token_id] if token_id < len(self._bytes) else b""
-        piece = self._tokenizer.id_to_token(token_id) or ""
-        if self._marks_blanks and token_id not in self._special:
-            byte = _BYTE_PIECE.match(piece)
-            return bytes([int(byte[1], 16)]) if byte else piece.replace(_BLANK, " ").encode()
-        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
-        return text.encode()
-
-
-def decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """What a `tokenizer.json`'s decoder does, in order; sequences are unfolded."""
-    if decoder is None:
-        return []
-    if decoder["type"] != "Sequence":
-        return [decoder]
-    return [step for inner in decoder["decoders"] for step in decoder_steps(inner)]
+    decoder: dict[str, Any] | None = None
 
 
 def byte_characters() -> list[str]:
@@ -66,17 +26,72 @@ def byte_characters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
-def _byte_table(tokenizer: Tokenizer, size: int) -> list[bytes]:
-    """Bytes of every id of a byte-level vocabulary.
+_BYTES = {character: byte for byte, character in enumerate(byte_characters())}
 
-    Those of ids that are no token's are empty; at least `size` ids.
+
+class TokenBytes:
+    """Of one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, decoder: dict[str, Any] | None) -> None:
+        """
+        Args:
+            decoder: the tokenizer's, as `decoder_of` finds it.
+        """
+        self._tokenizer = tokenizer
+        self._special = frozenset(
+            number
+            for number, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        )
+        self._kinds = [step["type"] for step in steps_of(decoder, "decoder")]
+        self._marks_blanks = _BLANK in str(decoder)
+
+    def table(self, size: int = 0) -> list[bytes] | None:
+        """The bytes of each id, where the vocabulary is one of bytes and a text is no more than its
+        tokens' bytes, one after another; None elsewhere.
+
+        Args:
+            size: ids below it are the model's, whether the tokenizer knows them or not.
+        """
+        if self._kinds != [BYTE_LEVEL]:
+            return None
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        found = [b""] * max(max(vocabulary.values(), default=-1) + 1, size)
+        for piece, number in vocabulary.items():
+            found[number] = _from_characters(piece)
+        return found
+
+    def of(self, token_id: int) -> bytes:
+        """The bytes of one token; none where no token has this id."""
+        piece: str = self._tokenizer.id_to_token(token_id) or ""
+        if BYTE_LEVEL in self._kinds:
+            return _from_characters(piece)
+        if self._marks_blanks and token_id not in self._special:
+            byte = _BYTE_PIECE.match(piece)
+            return bytes([int(byte[1], 16)]) if byte else piece.replace(_BLANK, " ").encode()
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return text.encode()
+
+
+def steps_of(part: dict[str, Any] | None, kind: str) -> list[dict[str, Any]]:
+    """What a part of a `tokenizer.json` does, in order; sequences are unfolded.
+
+    Args:
+        kind: "decoder", "normalizer" or "pretokenizer".
     """
-    byte_of = {character: byte for byte, character in enumerate(byte_characters())}
-    vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-    table = [b""] * max(max(vocabulary.values(), default=-1) + 1, size)
-    for text, number in vocabulary.items():
-        mapped = [byte_of.get(character) for character in text]
-        known = [byte for byte in mapped if byte is not None]
-        # A token with a character outside the mapping is an added one: its own text.
-        table[number] = bytes(known) if len(known) == len(text) else text.encode()
-    return table
+    if part is None:
+        return []
+    if part["type"] != "Sequence":
+        return [part]
+    return [step for inner in part[f"{kind}s"] for step in steps_of(inner, kind)]
+
+
+def decoder_of(tokenizer_json: str) -> dict[str, Any] | None:
+    """The decoder of a tokenizer that `tokenizers` has written."""
+    return msgspec.json.decode(tokenizer_json, type=_Spec).decoder
+
+
+def _from_characters(piece: str) -> bytes:
+    """A byte-level token's bytes; with a character that is none's it is an added one: its text."""
+    known = [_BYTES[character] for character in piece if character in _BYTES]
+    return bytes(known) if len(known) == len(piece) else piece.encode()

@@ -14,7 +14,7 @@ from radixgrove.protocol.constraints.grammar import (
     compile_constraint,
     load_tokenizer,
 )
-from radixgrove.protocol.token_bytes import TokenBytes, byte_characters
+from radixgrove.protocol.token_bytes import TokenBytes, byte_characters, decoder_of
 
 LLAMA_2 = [
     decoders.Replace("▁", " "),
@@ -60,6 +60,10 @@ def of_pieces() -> Tokenizer:
     return tokenizer
 
 
+def token_bytes(tokenizer: Tokenizer) -> TokenBytes:
+    return TokenBytes(tokenizer, decoder_of(tokenizer.to_str()))
+
+
 TOKENIZERS = {name: lambda d=decoder: of_bytes(d) for name, decoder in BYTE_LEVEL.items()}
 TOKENIZERS["pieces"] = of_pieces
 
@@ -72,7 +76,7 @@ def test_a_json_string_has_no_line_end(kind: str) -> None:
     matcher = build_matcher(compiled.grammar, known)
     begun = tokenizer.encode('"a', add_special_tokens=False).ids
     assert matcher.consume_tokens(begun)
-    tokens = TokenBytes(tokenizer)
+    tokens = token_bytes(tokenizer)
     forbidden = [number for number in range(tokenizer.get_vocab_size()) if tokens.of(number) < b" "]
     allowed = [number for number in forbidden if matcher.validate_tokens([number])]
     assert forbidden
@@ -83,18 +87,18 @@ def test_a_json_string_has_no_line_end(kind: str) -> None:
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_tokens_are_the_bytes_of_what_they_decode_to(kind: str) -> None:
     tokenizer = TOKENIZERS[kind]()
-    tokens = TokenBytes(tokenizer)
+    tokens = token_bytes(tokenizer)
     for text in ("a b\n\nc", "né", "\t字"):
         ids = tokenizer.encode(text.replace(" ", "▁" if kind == "pieces" else " ")).ids
         assert b"".join(map(tokens.of, ids)).decode() == text
 
 
 def test_a_table_is_there_for_plain_bytes_alone() -> None:
-    tables = {kind: TokenBytes(make()).table is not None for kind, make in TOKENIZERS.items()}
+    tables = {kind: token_bytes(make()).table() is not None for kind, make in TOKENIZERS.items()}
     assert tables == {kind: kind in ("plain", "in a sequence") for kind in TOKENIZERS}
 
 
 def test_a_tokenizer_seen_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar, "_with_plain_decoder", lambda text: text)
+    monkeypatch.setattr(grammar, "_with_plain_decoder", lambda text, decoder: text)
     with pytest.raises(ConstraintError, match="tokenizer does not support it"):
         load_tokenizer(of_bytes(BYTE_LEVEL["behind what has nothing to do"]), 258, [257])

@@ -33,7 +33,7 @@ from radixgrove.protocol.constraints.constraint import (
 from radixgrove.protocol.constraints.numbers import fitted
 from radixgrove.protocol.constraints.rewrite import precise, rewrite
 from radixgrove.protocol.constraints.schema import check_properties, has_value
-from radixgrove.protocol.token_bytes import BYTE_LEVEL, TokenBytes, decoder_steps
+from radixgrove.protocol.token_bytes import BYTE_LEVEL, TokenBytes, decoder_of, steps_of
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -113,7 +113,9 @@ def load_tokenizer(tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]
     Raises:
         ConstraintError: llguidance does not know this kind of tokenizer.
     """
-    text = _with_plain_decoder(tokenizer.to_str())
+    own = tokenizer.to_str()
+    decoder = decoder_of(own)
+    text = _with_plain_decoder(own, decoder)
     eos = list(eos_ids) or None
     try:
         found = LLTokenizer(text, n_vocab=vocab_size, eos_token=eos)
@@ -122,29 +124,27 @@ def load_tokenizer(tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]
             found = LLTokenizer(text, eos_token=eos)
         except ValueError as error:
             raise ConstraintError(_UNKNOWN_TOKENIZER) from error
-    if not _agree(found, tokenizer):
+    if not _agree(found, tokenizer, TokenBytes(tokenizer, decoder)):
         raise ConstraintError(_UNKNOWN_TOKENIZER)
     return found
 
 
-def _with_plain_decoder(text: str) -> str:
-    """A `tokenizer.json` whose bytes llguidance sees: in a sequence it may look past `ByteLevel`,
+def _with_plain_decoder(text: str, decoder: dict[str, Any] | None) -> str:
+    """A `tokenizer.json` that llguidance reads rightly: in a sequence it may look past `ByteLevel`,
     and would then take each character that stands for a byte for itself.
     """
-    spec = msgspec.json.decode(text)
-    steps = decoder_steps(spec.get("decoder"))
+    steps = steps_of(decoder, "decoder")
     byte_level = [step for step in steps if step["type"] == BYTE_LEVEL]
     if not byte_level or len(steps) == 1:
         return text
-    return msgspec.json.encode({**spec, "decoder": byte_level[0]}).decode()
+    return msgspec.json.encode({**msgspec.json.decode(text), "decoder": byte_level[0]}).decode()
 
 
-def _agree(found: LLTokenizer, tokenizer: Tokenizer) -> bool:
+def _agree(found: LLTokenizer, tokenizer: Tokenizer, tokens: TokenBytes) -> bool:
     """Whether both know some hundreds of tokens, from all over the vocabulary, as the same bytes.
 
     Else a text that a matcher has accepted would not be what its tokens decode to.
     """
-    tokens = TokenBytes(tokenizer)
     size = tokenizer.get_vocab_size()
     sample = (
         token

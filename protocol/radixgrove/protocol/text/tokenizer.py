@@ -19,6 +19,7 @@ from radixgrove.protocol.errors import InvalidInput
 from radixgrove.protocol.formats.shapes import Format
 from radixgrove.protocol.formats.table import AUTO, choose_format
 from radixgrove.protocol.text.token_finder import TokenFinder
+from radixgrove.protocol.token_bytes import steps_of
 
 # Texts are encoded one at a time: threads of the library's own have nothing to share, and waking
 # them costs more than a short text. Read at each call.
@@ -370,7 +371,7 @@ def most_characters(tokenizer: Tokenizer) -> int | None:
     """
     spec = msgspec.json.decode(tokenizer.to_str())
     steps = [
-        _steps(spec.get(kind), kind.replace("_", "")) for kind in ("normalizer", "pre_tokenizer")
+        steps_of(spec.get(kind), kind.replace("_", "")) for kind in ("normalizer", "pre_tokenizer")
     ]
     composed = 1
     for step in steps[0]:
@@ -388,15 +389,6 @@ def most_characters(tokenizer: Tokenizer) -> int | None:
     if eats_blanks or not (bytewise or model["type"] in _WORD_MODELS):
         return None
     return composed * max(map(len, vocabulary))
-
-
-def _steps(part: dict[str, Any] | None, kind: str) -> list[dict[str, Any]]:
-    """What a part of a tokenizer does, in order; sequences are unfolded."""
-    if part is None:
-        return []
-    if part["type"] != "Sequence":
-        return [part]
-    return [step for inner in part[f"{kind}s"] for step in _steps(inner, kind)]
 
 
 def _is_growing_replacement(step: dict[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
-from radixgrove.protocol.token_bytes import TokenBytes
+from radixgrove.protocol.token_bytes import TokenBytes, decoder_of
 
 REPLACEMENT = "\ufffd"
 # A UTF-8 character has at most 4 bytes, so 4 byte tokens complete it; more that still read as
@@ -44,7 +44,8 @@ class Vocabulary:
             for number, token in tokenizer.get_added_tokens_decoder().items()
             if token.special
         )
-        self._bytes = TokenBytes(tokenizer, size)
+        self._token_bytes = TokenBytes(tokenizer, decoder_of(tokenizer.to_str()))
+        self._table = self._token_bytes.table(size)
 
     def detokenizer(self, skip_special_tokens: bool, prompt_ids: Sequence[int] = ()) -> Detokenizer:
         """A detokenizer of one sequence.
@@ -53,13 +54,13 @@ class Vocabulary:
         whether the first word continues a text; their text is never emitted.
         """
         skipped = self.special_ids if skip_special_tokens else frozenset()
-        if self._bytes.table is not None:
-            return _ByteDetokenizer(self._bytes.table, skipped)
+        if self._table is not None:
+            return _ByteDetokenizer(self._table, skipped)
         return _WindowDetokenizer(self.tokenizer, skipped, prompt_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for, as `logprobs` reports them."""
-        return self._bytes.of(token_id)
+        return self._token_bytes.of(token_id)
 
 
 class _ByteDetokenizer:
