@@ -5,7 +5,7 @@
 CORPUS is as for `benchmarks.engine.grammar`; schemas that are refused when strict do not count.
 Each is answered once by the model, the demo model unless `--model` names another, which is asked in
 a chat and shown the schema's beginning; an answer that ends by itself is judged by `jsonschema`.
-Answers that `max_tokens` or the end of the time cuts are not.
+Answers that `max_tokens` cuts are not, nor those given up at the end of the time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from radixgrove.protocol.text.prompts import PromptEncoder
 from radixgrove.worker.agent import demo_model
 from radixgrove.worker.engine.offline import OfflineEngine
 from radixgrove.worker.engine.tokenizer import tokenizer_of
-from radixgrove.worker.messages import Finish, Submit, TokenRules, Tokens
+from radixgrove.worker.messages import Finish, Refused, Submit, TokenRules
 
 QUESTION = "Give me a short example, as JSON, of this schema:\n"
 _SHOWN = 800  # characters of a schema: the longest take all of a small model's context
@@ -88,14 +88,11 @@ def answers(
     prompts: list[bytes],
     sampling: SamplingParams,
     seconds: float,
-) -> Iterator[tuple[int, list[int], Finish]]:
+) -> Iterator[tuple[int, list[int], Finish | Refused]]:
     """As rows end: the number of the grammar, its tokens, and why it ended.
 
     Args:
         seconds: rows that have not ended by then are given up.
-
-    Raises:
-        RuntimeError: a request was refused, or failed.
     """
     for number, (grammar, prompt) in enumerate(zip(grammars, prompts, strict=True)):
         submit = Submit(
@@ -113,8 +110,9 @@ def answers(
         engine.turn()
         for output in engine.scheduler.take_outputs().get(0, []):
             number = int(output.request_id)
-            if not isinstance(output, Tokens):
-                raise RuntimeError(f"schema {number} failed: {output.detail}")
+            if isinstance(output, Refused):
+                yield number, tokens[number], output
+                continue
             tokens[number] += output.token_ids
             if output.finish is not None:
                 yield number, tokens[number], output.finish
@@ -128,6 +126,23 @@ def mistake(schema: Any, text: str) -> str | None:
     except (ValueError, jsonschema.ValidationError) as error:
         return str(error).partition("\n")[0]
     return None
+
+
+def outcome_of(
+    finish: Finish | Refused, schema: Any, tokens: list[int], tokenizer: Tokenizer, name: str
+) -> str:
+    """What an answer counts as; said why, where it is not as it should be."""
+    if isinstance(finish, Refused):
+        print(f"{name}: after {len(tokens)} tokens: {finish.detail}", flush=True)
+        return "failed"
+    if finish is Finish.LENGTH:
+        return "cut"
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    wrong = mistake(schema, text)
+    if wrong is None:
+        return "obeys"
+    print(f"{name}: {wrong}: {text[:300]}", flush=True)
+    return "wrong"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -169,16 +184,11 @@ def main(argv: list[str] | None = None) -> int:
         ended = answers(engine, grammars, prompts, sampling, arguments.seconds)
         for number, tokens, finish in ended:
             name, schema, _ = cases[number]
-            if finish is not Finish.LENGTH:
-                text = tokenizer.decode(tokens, skip_special_tokens=True)
-                wrong = mistake(schema, text)
-                counted["wrong" if wrong else "obeys"] += 1
-                if wrong:
-                    print(f"{name}: {wrong}: {text[:300]}", flush=True)
+            counted[outcome_of(finish, schema, tokens, tokenizer, name)] += 1
             if time.monotonic() > reported + _PROGRESS_SECONDS:
                 reported = time.monotonic()
                 print(f"of {len(cases)} so far: {dict(counted)}", file=sys.stderr, flush=True)
-    counted["cut"] = len(cases) - counted.total()
+    counted["given up"] = len(cases) - counted.total()
     print(dict(counted))
     judged = counted["obeys"] + counted["wrong"]
     results.record(
@@ -195,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
             **counted,
         }
     )
-    return 1 if counted["wrong"] else 0
+    return 1 if counted["wrong"] or counted["failed"] else 0
 
 
 if __name__ == "__main__":

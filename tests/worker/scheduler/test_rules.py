@@ -29,7 +29,7 @@ from radixgrove.worker.messages import (
 from radixgrove.worker.scheduler import grammars as building
 from radixgrove.worker.scheduler.grammars import LoadTokenizer
 from radixgrove.worker.scheduler.matchers import Grammar
-from radixgrove.worker.scheduler.request import RequestState
+from radixgrove.worker.scheduler.request import Request, RequestState
 from radixgrove.worker.scheduler.rules import SequenceRules, fill_masks, mask_words
 from tests.conftest import wait_until
 from tests.grammars import EOS, TEXTS, decode, encode, tokenizer
@@ -74,6 +74,14 @@ def wait_for_grammars(run: Harness) -> None:
 def run_all(run: Harness) -> None:
     wait_for_grammars(run)
     run.run()
+
+
+def run_renewing(run: Harness) -> None:
+    """As `run_all`, where matchers may be built anew."""
+    while run.scheduler.has_work:
+        wait_for_grammars(run)
+        while run.step():
+            pass
 
 
 def rules_left(run: Harness) -> int:
@@ -293,7 +301,7 @@ def test_a_lexer_that_failed_fails_no_later_request(monkeypatch: pytest.MonkeyPa
     )
     run = harness()
     run.submit(request("first", encode("say"), 60, rules=rules))
-    run_all(run)
+    run_renewing(run)
     end = run.ended["first"]
     assert isinstance(end, Refused)
     assert (end.reason, "states" in end.detail) == (RefusalReason.GRAMMAR_FAILED, True)
@@ -301,6 +309,45 @@ def test_a_lexer_that_failed_fails_no_later_request(monkeypatch: pytest.MonkeyPa
     run.submit(request("later", encode("say"), 60, rules=rules))
     run_all(run)
     assert re.fullmatch("[0-9]{50}", answer(run, "later"))
+
+
+@pytest.mark.parametrize(
+    ("depth", "changes"),
+    [
+        (1, {}),
+        (2, {}),
+        (3, {"micro_batches": 2, "run_ahead": True}),
+        (2, {"grammar_jump": 2}),
+        (2, {"max_row_tokens": 3}),
+    ],
+)
+def test_answers_go_on_where_their_lexer_has_met_too_much(
+    depth: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is shared, and keeps what it met: of 8 branches with some 70 states each it has room for
+    three. A matcher built anew follows the answer so far."""
+    rules = rules_of("|".join(f"{letter}[0-9]{{60}}, and so on, {letter}" for letter in "abcdefgh"))
+    ample, scarce = harness(depth, **changes), harness(depth, **changes)
+    renewed, renew = [], scarce.scheduler.grammars.renew
+
+    def renew_and_tell(request: Request) -> None:
+        renewed.append(request.request_id)
+        renew(request)
+
+    monkeypatch.setattr(scarce.scheduler.grammars, "renew", renew_and_tell)
+    few = LLParserLimits(max_lexer_states=230, verbose_errors=False)
+    for run, limits in ((ample, grammar.LIMITS), (scarce, few)):
+        monkeypatch.setattr(grammar, "LIMITS", limits)
+        for i in range(12):
+            run.submit(request(f"r{i}", encode(f"say {i}"), 90, stop=(EOS,), rules=rules))
+        run_renewing(run)
+    texts = [answer(scarce, f"r{i}") for i in range(12)]
+    assert texts == [answer(ample, f"r{i}") for i in range(12)]
+    assert all(re.fullmatch("([a-h])[0-9]{60}, and so on, \\1", text) for text in texts)
+    assert len({text[0] for text in texts}) > 4
+    assert renewed
+    assert rules_left(scarce) == 0
+    check_empty(scarce)
 
 
 # ---- text that comes at once ---------------------------------------------------------------------

@@ -228,6 +228,15 @@ def build_matcher(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
     return matcher
 
 
+def outgrown(error: str) -> bool:
+    """Whether llguidance's error is that a lexer has too many states.
+
+    It keeps all that it has met, most of them places that an answer might have come to. One built
+    anew has met nothing, and meets less in following an answer that is there.
+    """
+    return "too many states" in error
+
+
 def refusal(error: str) -> ConstraintError:
     """llguidance's error in words for clients."""
     if found := _UNIMPLEMENTED.search(error):

@@ -45,6 +45,7 @@ class _Build:
     begun: threading.Event
     future: Future[LLMatcher]
     waiting: list[Request] = field(default_factory=list)
+    shared: bool = True  # with requests that ask for it later
     since: float | None = None  # when it was first seen to have begun
 
 
@@ -116,6 +117,19 @@ class Grammars:
         build.waiting.append(request)
         request.become(RequestState.AWAITING_GRAMMAR)
 
+    def renew(self, request: Request) -> None:
+        """A request that was preempted waits for a matcher of its own, which then follows what it
+        has said so far: the lexer of the last one met too much, maybe in others' answers."""
+        rules = request.submit.rules
+        assert rules is not None
+        assert rules.grammar is not None
+        build = self._begin(rules.grammar)
+        build.shared = False
+        build.waiting.append(request)
+        self._builds[b"renewed " + request.request_id.encode()] = build
+        request.rules = None  # frees the old matcher
+        request.become(RequestState.AWAITING_GRAMMAR)
+
     def settle(self, now: float) -> list[Settled]:
         """What has become of those that wait; the caller refuses those with an error."""
         settled: list[Settled] = []
@@ -170,11 +184,14 @@ class Grammars:
             matcher = build.future.result()
         except ConstraintError as error:
             return [Settled(request, f"{error.reason}.") for request in waiting]
-        grammar = Grammar(matcher, lambda: self._more.submit(build.work), self._threads)
-        self._kept[key] = grammar
+        if build.shared:
+            grammar = Grammar(matcher, lambda: self._more.submit(build.work), self._threads)
+            self._kept[key] = grammar
+        else:
+            grammar = Grammar(matcher)
         for request in waiting:
             self._attach(request, grammar)
-            request.become(RequestState.WAITING)
+            request.become(RequestState.PREEMPTED if request.ran else RequestState.WAITING)
         self._trim()
         return [Settled(request) for request in waiting]
 
@@ -184,6 +201,7 @@ class Grammars:
         self._live.add(request.rules)
         if grammar is not None:
             grammar.expect(request.rules)
+            request.rules.consume(request.output)
 
     def forget(self, rules: SequenceRules) -> None:
         """A matcher failed. The fault may be its lexer's, such as too many states, and would then

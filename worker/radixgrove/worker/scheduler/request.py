@@ -37,7 +37,7 @@ _NEXT: dict[RequestState, frozenset[RequestState]] = {
         }
     ),
     RequestState.AWAITING_GRAMMAR: frozenset(
-        {RequestState.WAITING, RequestState.ABORTED, RequestState.REFUSED}
+        {RequestState.WAITING, RequestState.PREEMPTED, RequestState.ABORTED, RequestState.REFUSED}
     ),
     RequestState.AWAITING_KV: frozenset(
         {RequestState.WAITING, RequestState.PREEMPTED, RequestState.ABORTED, RequestState.REFUSED}
@@ -56,6 +56,7 @@ _NEXT: dict[RequestState, frozenset[RequestState]] = {
     ),
     RequestState.PREEMPTED: frozenset(
         {
+            RequestState.AWAITING_GRAMMAR,  # its matcher is built anew
             RequestState.AWAITING_KV,
             RequestState.PREFILL,
             RequestState.FINISHED,  # by what its grammar adds by itself
@@ -94,6 +95,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     active: RunningRequest | None = None
     rules: SequenceRules | None = None  # which tokens it may have; None: any
+    renewed: int | None = None  # tokens it had when it got its rules anew, the last time
     answered: bool = False  # its first message left
     says_more: bool = True  # its next message holds more than tokens and an end
     cached_tokens: int | None = None  # of its first admission

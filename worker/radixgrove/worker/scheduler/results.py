@@ -20,6 +20,8 @@ from radixgrove.worker.scheduler.memory import KVMemory
 from radixgrove.worker.scheduler.request import Request, RunningRequest
 from radixgrove.worker.scheduler.rules import Masks, SequenceRules
 
+_RENEWED_TOKENS = 256  # a matcher that was built anew and fails again sooner is of no use
+
 
 @dataclass(frozen=True, slots=True)
 class _Ruled:
@@ -80,6 +82,11 @@ def _ruled(sampled: list[RunningRequest], bounds: list[int]) -> list[_Ruled]:
         for index, (active, position) in enumerate(zip(sampled, positions, strict=False))
         if active.request.rules is not None
     ]
+
+
+def _got_on(request: Request) -> bool:
+    """Whether a matcher that is built anew is worth it: the last one was, or there was none."""
+    return request.renewed is None or len(request.output) >= request.renewed + _RENEWED_TOKENS
 
 
 class Results:
@@ -215,10 +222,20 @@ class Results:
             self._lifecycle.finish_now(request, Finish.STOP)
         elif (error := rules.error) is not None:
             self._grammars.forget(rules)
-            self._fail(request, error)
+            if rules.outgrown and _got_on(request):
+                self._renew(request)
+            else:
+                self._fail(request, error)
         else:
             return True
         return False
+
+    def _renew(self, request: Request) -> None:
+        """It goes on with a matcher that is built anew; until then it has no row."""
+        request.renewed = len(request.output)
+        if request.active is not None:
+            self._admission.give_back(request)
+        self._grammars.renew(request)
 
     def _fail(self, request: Request, error: str) -> None:
         detail = f"The answer could not be held to what it must be: {error}."

@@ -16,7 +16,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
-from radixgrove.protocol.constraints.grammar import refusal
+from radixgrove.protocol.constraints.grammar import outgrown, refusal
 from radixgrove.worker.messages import TokenRules
 from radixgrove.worker.scheduler.matchers import Grammar
 
@@ -153,6 +153,12 @@ class SequenceRules:
             return []
         matcher = self.begin()
         return [] if matcher is None or matcher.is_error() else matcher.compute_ff_tokens()
+
+    @property
+    def outgrown(self) -> bool:
+        """Whether the matcher failed for all that its lexer has met, not only for this sequence."""
+        matcher = self.matcher
+        return matcher is not None and matcher.is_error() and outgrown(matcher.get_error())
 
     @property
     def error(self) -> str | None:
