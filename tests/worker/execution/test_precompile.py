@@ -61,10 +61,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     return seen
 
 
+@pytest.mark.parametrize("windows", [False, True])
 @pytest.mark.parametrize("padding", [0, 24])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_that_steps_launch_beside_layers_is_compiled_ahead(
-    dtype: torch.dtype, padding: int, launches: Launches
+    dtype: torch.dtype, padding: int, windows: bool, launches: Launches
 ) -> None:
     vocabulary = KNOWN + padding
     model: Any = SimpleNamespace(
@@ -76,22 +77,29 @@ def test_all_that_steps_launch_beside_layers_is_compiled_ahead(
         embedding=torch.zeros(vocabulary, HIDDEN, dtype=torch.bfloat16),
         stage=SimpleNamespace(has_head=True),
     )
-    for job in step_jobs(model, LONGEST, PAGE):
+    for job in step_jobs(model, LONGEST, PAGE, windows=windows):
         job()
     compiled = set(launches)
     launches.clear()
     table = RequestTable(
-        max_rows=ROWS, max_model_len=LONGEST, page_size=PAGE, scratch_page=9, device=model.device
+        max_rows=ROWS,
+        max_model_len=LONGEST,
+        page_size=PAGE,
+        scratch_page=9,
+        scratch_window_page=9,
+        device=model.device,
     )
     state = SamplingState(ROWS, model.device, KNOWN)
     for count in (2, 3, ROWS):  # edits of one row alone may keep its stride
         index = torch.zeros(count, dtype=torch.int64)
         narrow = index.int()
-        decode_inputs.gather_rows(
-            index, table.lens, table.tokens, table.pages, PAGE,
-            narrow, narrow, index, narrow, index,
-            model.embedding, torch.zeros(count, HIDDEN, dtype=torch.bfloat16),
-        )  # fmt: skip
+        for window_table in (None, table.window_pages) if windows else (None,):
+            decode_inputs.gather_rows(
+                index, table.lens, table.tokens, table.pages, PAGE,
+                narrow, narrow, index, narrow, index,
+                model.embedding, torch.zeros(count, HIDDEN, dtype=torch.bfloat16),
+                window_table, None if window_table is None else index,
+            )  # fmt: skip
         pages.kv_indices(narrow, narrow, table.pages, PAGE, narrow, narrow, narrow)
         logits = torch.zeros(count, vocabulary, dtype=dtype)[:, :KNOWN]
         edited = logits.float() if dtype != torch.float32 else logits.clone()

@@ -47,10 +47,7 @@ class LoadedModel:
 
     @property
     def windows(self) -> WindowSizing | None:
-        """What layers with a window keep; None: all pages, as on a GPU, until more of its steps
-        have been compared with those of a CPU."""
-        if self.model.device.type == "cuda":
-            return None
+        """What layers with a window keep; None: all pages."""
         page_size, host_tier = self.settings.page_size, self.memory is not None
         return WindowSizing.of(self.config, self.limits, page_size, host_tier=host_tier)
 

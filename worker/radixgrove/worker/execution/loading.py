@@ -20,6 +20,7 @@ from radixgrove.worker.attention.kv_pool import KvGroup, KvShape
 from radixgrove.worker.attention.precompile import AttentionShape, compile_jobs
 from radixgrove.worker.execution.assembly import Report
 from radixgrove.worker.execution.choices import Limits, choose_length
+from radixgrove.worker.execution.memory import WindowSizing
 from radixgrove.worker.execution.precompile import step_jobs
 from radixgrove.worker.messages import EngineState, PhaseReport
 from radixgrove.worker.models.context import TensorPlacement
@@ -50,7 +51,9 @@ def load_model(
     if place.device.type == "cuda":
         # One of these is compiled before all else may be, and takes the least time.
         longest = choose_length(settings.max_model_len, config)
-        others += step_jobs(model, longest, settings.page_size)
+        host_tier = bool(settings.host_cache_gib)
+        windows = WindowSizing.of(config, limits, settings.page_size, host_tier=host_tier)
+        others += step_jobs(model, longest, settings.page_size, windows=windows is not None)
         shapes = attention_shapes(settings, config, limits, place, kv)
         if not all(shape.extends for shape in shapes):
             others.append(import_flashinfer)  # which takes a second or two

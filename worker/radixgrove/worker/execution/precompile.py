@@ -25,10 +25,18 @@ _RANDOM = SamplingFeatures.RANDOM
 _NEEDS = (SamplingFeatures.NOTHING, _RANDOM, _RANDOM | SamplingFeatures.FILTER)
 
 
-def step_jobs(model: Decoder, max_model_len: int, page_size: int) -> list[Callable[[], object]]:
-    """Launches for a model on CUDA, which may run in any threads, on one stream."""
+def step_jobs(
+    model: Decoder, max_model_len: int, page_size: int, *, windows: bool
+) -> list[Callable[[], object]]:
+    """Launches for a model on CUDA, which may run in any threads, on one stream.
+
+    Args:
+        windows: whether layers with a window may have pages of their own; that is settled later.
+    """
     steps = _Steps(model, max_model_len, page_size)
     jobs: list[Callable[[], object]] = [steps.gather, steps.flatten]
+    if windows:
+        jobs.append(partial(steps.gather, windows=True))
     if model.stage.has_head:
         jobs += [steps.penalize, *(partial(steps.draw, need) for need in _NEEDS)]
         if steps.edits_differ:
@@ -46,6 +54,7 @@ class _Steps:
             max_model_len=max_model_len,
             page_size=page_size,
             scratch_page=0,
+            scratch_window_page=0,
             device=model.device,
         )
         self._state = SamplingState(1, model.device, model.known_tokens)
@@ -73,7 +82,7 @@ class _Steps:
         indptr, out = torch.cat([rows, rows]), torch.empty_like(rows)
         ops.kv_indices(rows, rows + 1, table.pages, table.page_size, indptr, out, last)
 
-    def gather(self) -> None:
+    def gather(self, *, windows: bool = False) -> None:
         """The inputs of a step that decodes."""
         model, table = self._model, self._table
         shape = _ROWS, model.config.hidden_size
@@ -90,6 +99,8 @@ class _Steps:
             slots=self._integers(torch.int64),
             embedding=model.embedding,
             hidden=torch.zeros(shape, dtype=model.dtype, device=self._device),
+            window_pages=table.window_pages if windows else None,
+            window_slots=self._integers(torch.int64) if windows else None,
         )
 
     def penalize(self) -> None:
