@@ -27,7 +27,7 @@ def launch_all() -> None:
         lambda: norm.rms_norm(half, half[0], 1e-6),  # twice at once
         lambda: routing.route(torch.zeros(2, 16), router),
     ]
-    apart = compilers.compiling_apart(torch.device("cuda"), 8)
+    apart = compilers.compiling_apart(torch.device("cuda"), 8, at_once=False)
     with apart, ThreadPoolExecutor(len(jobs)) as executor:
         activation.silu_and_mul(half)
         for done in [executor.submit(job) for job in jobs]:

@@ -363,22 +363,26 @@ class TestCompiling:
         assert sorted(ran) == ["norm", "silu"]
 
     def test_processes_help_for_which_there_is_room(
-        self, compiled: list[Any], monkeypatch: pytest.MonkeyPatch
+        self, compiled: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        helping: list[tuple[torch.device, int]] = []
+        helping: list[tuple[int, bool]] = []
 
         @contextmanager
-        def compiling_apart(device: torch.device, count: int) -> Iterator[None]:
+        def compiling_apart(device: torch.device, count: int, *, at_once: bool) -> Iterator[None]:
             assert not compiled
-            helping.append((device, count))
+            helping.append((count, at_once))
             yield
             helping.clear()
 
         monkeypatch.setattr(autotune, "compiling_apart", compiling_apart)
         with LinearTuner().compiling([projection(64, 32)], 1, 1, Room(cores=8, memory=1 << 30)):
-            assert helping == [(torch.device("cpu"), 4)]
+            assert helping == [(4, True)], "some product has never been measured"
             assert compiled
         assert not helping
+        autotune._write(tmp_path / "linear.json", {projection(64, 32).key(1): CUBLAS})
+        compiled.clear()
+        with LinearTuner().compiling([projection(64, 32)], 1, 1, Room(cores=8, memory=1 << 30)):
+            assert helping == [(4, False)]
 
     def test_other_kernels_come_first(self, compiled: list[Any]) -> None:
         def other() -> None: ...

@@ -166,7 +166,7 @@ def test_processes_are_started_for_what_the_cache_lacks(
         manager.put_group(name, {name: manager.put("{}", name)})
 
     keep("aa")
-    with compiling_apart(CUDA, 1):
+    with compiling_apart(CUDA, 1, at_once=False):
         assert look("aa")
         assert not started
         assert look("bb") is None  # the first of them
@@ -181,6 +181,17 @@ def test_processes_are_started_for_what_the_cache_lacks(
             assert looking.result(30)
     assert len(started) == 1
     assert look_is_plain()
+
+
+def test_processes_may_be_started_before_there_is_anything_to_compile(
+    started: list[Processes],
+) -> None:
+    with Compilers(1, CUDA) as apart:
+        apart.start()
+        assert len(started) == 1
+        launch(apart, "first")
+    with compiling_apart(CUDA, 1, at_once=True):
+        assert len(started) == 2
 
 
 def look_is_plain() -> bool:
@@ -255,7 +266,7 @@ def test_a_process_ends_in_silence_when_the_one_that_asks_has_gone(
 
 
 def test_room_for_processes_is_cores_and_memory() -> None:
-    with compiling_apart(CUDA, 0):
+    with compiling_apart(CUDA, 0, at_once=True):
         assert look_is_plain()
     assert [Room(cores, GIB).threads for cores in (0, 1, 2, 7, 8, 64)] == [1, 1, 2, 7, 8, 16]
     assert [Room(cores, 64 * GIB).processes for cores in (1, 7, 8, 64)] == [0, 0, 8, 16]

@@ -102,7 +102,8 @@ class LinearTuner:
                 jobs.setdefault((choice, forms), partial(trial.run_once, choice))
             if bucket == 1 and (projection.silu or projection.residual):
                 jobs.setdefault((projection.outputs, projection.silu), trial.run_endings)
-        apart = compiling_apart(device, room.processes)
+        # What was never measured was most likely never compiled.
+        apart = compiling_apart(device, room.processes, at_once=bool(jobs))
         with apart, ThreadPoolExecutor(room.threads, "compile-kernels") as executor:
             _submit(executor, [*others, *jobs.values()], device)
             try:

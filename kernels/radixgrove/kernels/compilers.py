@@ -63,12 +63,14 @@ class Room:
 
 
 @contextmanager
-def compiling_apart(device: torch.device, count: int) -> Iterator[None]:
+def compiling_apart(device: torch.device, count: int, *, at_once: bool) -> Iterator[None]:
     """Meanwhile kernels that are launched on `device`, and not in Triton's cache, are compiled by
-    processes, which are started for the first of them.
+    processes.
 
     Args:
         count: of processes; with 0 nothing is different.
+        at_once: start them now, since there will be such kernels; else for the first of them. It
+            takes them seconds to import what they need.
     """
     if count < 1:
         yield
@@ -77,6 +79,8 @@ def compiling_apart(device: torch.device, count: int) -> Iterator[None]:
     from triton.runtime.cache import FileCacheManager
 
     with Compilers(count, device) as compilers, knobs.runtime.scope(), knobs.cache.scope():
+        if at_once:
+            compilers.start()
         knobs.runtime.jit_cache_hook = compilers.before_compiling
         manager = knobs.cache.manager_class or FileCacheManager
         knobs.cache.manager_class = _looking_again(manager, compilers.compile_missing)
@@ -107,6 +111,7 @@ class Compilers:
         self._free: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
         self._channels: list[socket.socket] = []
         self._process: subprocess.Popen[bytes] | None = None
+        self._started = False
 
     def __enter__(self) -> Compilers:
         return self
@@ -147,8 +152,8 @@ class Compilers:
             own = done is None
             if done is None:
                 done = self._asked[what] = threading.Event()
-            if first:
-                self._start()
+            if first and not self._started:
+                self.start()
         if not own:  # another thread wants the same
             done.wait(_PATIENCE_SECONDS)
             return
@@ -158,7 +163,9 @@ class Compilers:
         finally:
             done.set()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """To be called once."""
+        self._started = True
         major, minor = torch.cuda.get_device_capability(self._device)
         try:
             self._process, self._channels = _start_processes(self._count, 10 * major + minor)
