@@ -46,7 +46,7 @@ def expected(grammar: Grammar, count: int) -> list[SequenceRules]:
 
 def users(sequences: list[SequenceRules]) -> list[int]:
     """How many of those that have begun share each lexer."""
-    return sorted(Counter(s.lexer for s in sequences if s.matcher is not None).values())
+    return sorted(Counter(s.lexer_number for s in sequences if s.matcher is not None).values())
 
 
 def test_there_is_one_lexer_more_for_every_eight_sequences_up_to_the_most() -> None:
@@ -69,13 +69,13 @@ def test_sequences_begin_with_the_lexer_that_the_fewest_use() -> None:
     for sequence in sequences[6:]:
         sequence.begin()
     assert users(sequences) == [10, 10]
-    begun = {sequence.lexer for sequence in sequences[:6]}
+    begun = {sequence.lexer_number for sequence in sequences[:6]}
     del sequences[:6], sequence
     gc.collect()
     sequences += expected(grammar, 6)
     for late in sequences[-6:]:
         late.begin()
-    assert {late.lexer for late in sequences[-6:]} == begun
+    assert {late.lexer_number for late in sequences[-6:]} == begun
 
 
 def test_a_lexer_that_cannot_be_built_is_done_without() -> None:

@@ -6,6 +6,7 @@ import gc
 import json
 import re
 import threading
+from collections import Counter
 from random import Random
 from typing import Any
 
@@ -67,8 +68,16 @@ def answer(run: Harness, name: str) -> str:
 
 def wait_for_grammars(run: Harness) -> None:
     """Until none is being built; nothing is launched meanwhile."""
-    builds = run.scheduler.grammars._builds
-    wait_until(lambda: all(b.future.done() for b in builds.values()), what="the grammars")
+    grammars = run.scheduler.grammars
+    builds = [*grammars._builds.values(), *grammars._renewals]
+    wait_until(lambda: all(build.future.done() for build in builds), what="the grammars")
+
+
+def wait_for_lexers(run: Harness) -> None:
+    """Until all are there, of every grammar."""
+    wait_for_grammars(run)
+    kept = run.scheduler.grammars._kept.values()
+    wait_until(lambda: all(f.done() for g in kept for f in g._coming), what="the lexers")
 
 
 def run_all(run: Harness) -> None:
@@ -77,7 +86,7 @@ def run_all(run: Harness) -> None:
 
 
 def run_renewing(run: Harness) -> None:
-    """As `run_all`, where matchers may be built anew."""
+    """As `run_all`, where requests may get matchers of their own."""
     while run.scheduler.has_work:
         wait_for_grammars(run)
         while run.step():
@@ -293,12 +302,17 @@ def test_a_matcher_that_fails_ends_its_request_with_an_error(
     assert rules_left(run) == 0
 
 
+def bound_states(monkeypatch: pytest.MonkeyPatch, shared: int, alone: int | None = None) -> None:
+    """Of lexers, and of those that one answer has for itself."""
+    for name, states in (("LIMITS", shared), ("LONG_LIMITS", alone or shared)):
+        few = LLParserLimits(max_lexer_states=states, verbose_errors=False)
+        monkeypatch.setattr(grammar, name, few)
+
+
 def test_a_lexer_that_failed_fails_no_later_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of a matcher share it, and it stays failed."""
     rules = rules_of("[0-9]{50}")
-    monkeypatch.setattr(
-        grammar, "LIMITS", LLParserLimits(max_lexer_states=30, verbose_errors=False)
-    )
+    bound_states(monkeypatch, 30)
     run = harness()
     run.submit(request("first", encode("say"), 60, rules=rules))
     run_renewing(run)
@@ -307,8 +321,24 @@ def test_a_lexer_that_failed_fails_no_later_request(monkeypatch: pytest.MonkeyPa
     assert (end.reason, "states" in end.detail) == (RefusalReason.GRAMMAR_FAILED, True)
     monkeypatch.undo()
     run.submit(request("later", encode("say"), 60, rules=rules))
-    run_all(run)
+    run_renewing(run)
     assert re.fullmatch("[0-9]{50}", answer(run, "later"))
+
+
+BRANCHES = "|".join(f"{letter}[0-9]{{60}}, and so on, {letter}" for letter in "abcdefgh")
+
+
+def renewals(run: Harness, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of each request that gets a matcher of its own, at that moment."""
+    seen: list[int] = []
+    renew = run.scheduler.grammars.renew
+
+    def see(request: Request) -> None:
+        seen.append(len(request.output))
+        renew(request)
+
+    monkeypatch.setattr(run.scheduler.grammars, "renew", see)
+    return seen
 
 
 @pytest.mark.parametrize(
@@ -324,30 +354,74 @@ def test_a_lexer_that_failed_fails_no_later_request(monkeypatch: pytest.MonkeyPa
 def test_answers_go_on_where_their_lexer_has_met_too_much(
     depth: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is shared, and keeps what it met: of 8 branches with some 70 states each it has room for
-    three. A matcher built anew follows the answer so far."""
-    rules = rules_of("|".join(f"{letter}[0-9]{{60}}, and so on, {letter}" for letter in "abcdefgh"))
+    """It is shared, and keeps what it met: of 8 branches with some 80 states each it has room for
+    two. A matcher built anew follows the answer so far; none goes on with what has failed, which
+    leaves out tokens."""
+    rules = [rules_of(text) for text in (BRANCHES, FORCED)]
     ample, scarce = harness(depth, **changes), harness(depth, **changes)
-    renewed, renew = [], scarce.scheduler.grammars.renew
-
-    def renew_and_tell(request: Request) -> None:
-        renewed.append(request.request_id)
-        renew(request)
-
-    monkeypatch.setattr(scarce.scheduler.grammars, "renew", renew_and_tell)
-    few = LLParserLimits(max_lexer_states=230, verbose_errors=False)
-    for run, limits in ((ample, grammar.LIMITS), (scarce, few)):
-        monkeypatch.setattr(grammar, "LIMITS", limits)
+    renewed = renewals(scarce, monkeypatch)
+    for run in (ample, scarce):
         for i in range(12):
-            run.submit(request(f"r{i}", encode(f"say {i}"), 90, stop=(EOS,), rules=rules))
+            run.submit(
+                request(f"r{i}", encode(f"say {i}"), 150, stop=(EOS,), rules=rules[i % 5 < 1])
+            )
         run_renewing(run)
+        bound_states(monkeypatch, 200)
     texts = [answer(scarce, f"r{i}") for i in range(12)]
     assert texts == [answer(ample, f"r{i}") for i in range(12)]
-    assert all(re.fullmatch("([a-h])[0-9]{60}, and so on, \\1", text) for text in texts)
-    assert len({text[0] for text in texts}) > 4
-    assert renewed
+    branches = [text for i, text in enumerate(texts) if i % 5]
+    assert all(re.fullmatch("([a-h])[0-9]{60}, and so on, \\1", text) for text in branches)
+    assert len({text[0] for text in branches}) > 3
+    assert any(renewed)
     assert rules_left(scarce) == 0
     check_empty(scarce)
+
+
+def test_a_matcher_of_its_own_has_room_for_a_long_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound_states(monkeypatch, 60, 400)
+    run = harness()
+    renewed = renewals(run, monkeypatch)
+    run.submit(request("r", encode("say"), 300, stop=(EOS,), rules=rules_of("[0-9]{120}")))
+    run_renewing(run)
+    assert re.fullmatch("[0-9]{120}", answer(run, "r"))
+    assert len(renewed) == 1
+
+
+def test_those_that_wait_for_a_row_begin_with_the_next_lexer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bound_states(monkeypatch, 200)
+    run = harness()
+    renewed = renewals(run, monkeypatch)
+    for i in range(60):
+        run.submit(request(f"r{i}", encode(f"say {i}"), 90, stop=(EOS,), rules=rules_of(BRANCHES)))
+    wait_for_grammars(run)
+    while run.scheduler.has_work:
+        run.step()
+        wait_for_lexers(run)
+    assert all(isinstance(end, Tokens) for end in run.ended.values())
+    assert len(renewed) > 8
+    assert 0 not in renewed
+
+
+def test_requests_of_one_grammar_share_all_its_lexers() -> None:
+    rows = {"max_rows": 24, "max_running": 24, "num_pages": 2000, "max_step_tokens": 512}
+    run = harness(grammar_threads=3, **rows)
+    for name in ("first", *(f"r{i}" for i in range(24))):
+        run.submit(request(name, encode("say"), 60, stop=(EOS,), rules=rules_of("[0-9]{50}")))
+        wait_for_grammars(run)
+        if name == "first":
+            run.run()
+    wait_for_lexers(run)
+    run.step()
+    run.step()
+    lexers = Counter(
+        live.rules.lexer_number
+        for live in run.scheduler._lifecycle.requests.values()
+        if live.rules is not None
+    )
+    assert sorted(lexers.values()) == [8, 8, 8]
+    run.run()
 
 
 # ---- text that comes at once ---------------------------------------------------------------------

@@ -40,15 +40,21 @@ if TYPE_CHECKING:
 
 # A row of 10,000 items holds an object of 2,400 optional properties; a state of a lexer takes one
 # or two kilobytes. Errors are for clients: without the parser's state.
-LIMITS = LLParserLimits(
-    max_items_in_row=10_000,
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=200_000,
-    step_max_items=100_000,
-    max_lexer_states=50_000,
-    max_grammar_size=500_000,
-    verbose_errors=False,
-)
+def _limits(states: int) -> LLParserLimits:
+    return LLParserLimits(
+        max_items_in_row=10_000,
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=100_000,
+        max_lexer_states=states,
+        max_grammar_size=500_000,
+        verbose_errors=False,
+    )
+
+
+LIMITS = _limits(50_000)
+# Of a matcher that one answer has for itself, which another one's lexer could not follow to its end.
+LONG_LIMITS = _limits(150_000)
 # llguidance follows rules and references by recursion: the longest chains that fit the bounds need
 # some 30 MiB of stack, and would end the process on an ordinary one.
 _STACK_BYTES = 128 << 20
@@ -216,29 +222,40 @@ def _compile_schema(constraint: Constraint, tokenizer: LLTokenizer, whitespace: 
     return compiled(schema, strict=False)
 
 
-def build_matcher(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
+def build_matcher(grammar: str, tokenizer: LLTokenizer, *, long: bool = False) -> LLMatcher:
     """A matcher at its beginning; made in one of `compiler_threads`.
+
+    Args:
+        long: it is for one answer that is long already.
 
     Raises:
         ConstraintError: the grammar is not one, or too complex.
     """
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    limits = LONG_LIMITS if long else LIMITS
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if matcher.is_error():
         raise refusal(matcher.get_error())
     return matcher
 
 
-def outgrown(error: str) -> bool:
-    """Whether llguidance's error is that a lexer has too many states.
+_OUTGROWN = ("too many states", "too many expressions")
+_REJECTED = "doesn't satisfy the grammar"
 
-    It keeps all that it has met, most of them places that an answer might have come to. One built
+
+def outgrown(error: str) -> bool:
+    """Whether llguidance's error of a matcher that followed what its masks allow is that its lexer
+    has too many states: within a token it says that the token is not allowed.
+
+    A lexer keeps all that it has met, most of it places that an answer might have come to. One built
     anew has met nothing, and meets less in following an answer that is there.
     """
-    return "too many states" in error
+    return any(words in error for words in (*_OUTGROWN, _REJECTED))
 
 
 def refusal(error: str) -> ConstraintError:
     """llguidance's error in words for clients."""
+    if _REJECTED in error:
+        error = f"lexer error: {_OUTGROWN[0]}"
     if found := _UNIMPLEMENTED.search(error):
         keys = _quoted(msgspec.json.decode(found[1], type=list[str]))
         return UnenforceableError(f"it is strict, but {keys} cannot be enforced")

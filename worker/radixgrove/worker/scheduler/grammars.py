@@ -45,8 +45,17 @@ class _Build:
     begun: threading.Event
     future: Future[LLMatcher]
     waiting: list[Request] = field(default_factory=list)
-    shared: bool = True  # with requests that ask for it later
     since: float | None = None  # when it was first seen to have begun
+
+
+@dataclass(slots=True)
+class _Renewal:
+    """A matcher that is built anew for one request, whose output it follows."""
+
+    request: Request
+    begun: threading.Event
+    future: Future[SequenceRules]
+    since: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +87,7 @@ class Grammars:
         self._threads = threads or min(_MOST_THREADS, cores())
         self._tokenizer: Future[LLTokenizer] | None = None
         self._builds: dict[bytes, _Build] = {}
+        self._renewals: list[_Renewal] = []
         self._kept: OrderedDict[bytes, Grammar] = OrderedDict()
         self._live: WeakSet[SequenceRules] = WeakSet()
 
@@ -88,12 +98,13 @@ class Grammars:
 
     @property
     def building(self) -> bool:
-        return bool(self._builds)
+        return bool(self._builds or self._renewals)
 
     @property
     def awaited(self) -> int:
         """Requests that wait for a grammar."""
-        waiting = (request for build in self._builds.values() for request in build.waiting)
+        waiting = [request for build in self._builds.values() for request in build.waiting]
+        waiting += [renewal.request for renewal in self._renewals]
         return sum(request.state is RequestState.AWAITING_GRAMMAR for request in waiting)
 
     def enter(self, request: Request) -> None:
@@ -118,16 +129,23 @@ class Grammars:
         request.become(RequestState.AWAITING_GRAMMAR)
 
     def renew(self, request: Request) -> None:
-        """A request that was preempted waits for a matcher of its own, which then follows what it
-        has said so far: the lexer of the last one met too much, maybe in others' answers."""
-        rules = request.submit.rules
+        """A request that was preempted waits for a matcher of its own, which follows what it has
+        said so far."""
+        rules, output = request.submit.rules, list(request.output)
         assert rules is not None
         assert rules.grammar is not None
-        build = self._begin(rules.grammar)
-        build.shared = False
-        build.waiting.append(request)
-        self._builds[b"renewed " + request.request_id.encode()] = build
+        text, tokenizer = rules.grammar, self._loaded()
+        begun = threading.Event()
+
+        def build() -> SequenceRules:
+            begun.set()
+            own = Grammar(build_matcher(text, tokenizer.result(), long=True))
+            followed = SequenceRules(rules, own)
+            followed.consume(output)
+            return followed
+
         request.rules = None  # frees the old matcher
+        self._renewals.append(_Renewal(request, begun, self._builders.submit(build)))
         request.become(RequestState.AWAITING_GRAMMAR)
 
     def settle(self, now: float) -> list[Settled]:
@@ -139,14 +157,31 @@ class Grammars:
                 del self._builds[key]
                 settled += self._end(key, build, waiting)
                 continue
-            if build.begun.is_set() and build.since is None:
-                build.since = now
-            if build.since is not None and now - build.since > self._timeout:
-                error = f"The grammar took more than {self._timeout:g} s to compile."
-                settled += [Settled(request, error, late=True) for request in waiting]
+            if self._is_late(build, now):
+                settled += [Settled(request, self._late, late=True) for request in waiting]
                 waiting = []
             build.waiting = waiting
+        renewals, self._renewals = self._renewals, []
+        for renewal in renewals:
+            request = renewal.request
+            if request.state is not RequestState.AWAITING_GRAMMAR:
+                continue
+            if renewal.future.done():
+                settled.append(self._end_renewal(request, renewal.future))
+            elif self._is_late(renewal, now):
+                settled.append(Settled(request, self._late))
+            else:
+                self._renewals.append(renewal)
         return settled
+
+    @property
+    def _late(self) -> str:
+        return f"The grammar took more than {self._timeout:g} s to compile."
+
+    def _is_late(self, build: _Build | _Renewal, now: float) -> bool:
+        if build.begun.is_set() and build.since is None:
+            build.since = now
+        return build.since is not None and now - build.since > self._timeout
 
     def consume(self, entries: list[tuple[SequenceRules, list[int]]]) -> None:
         """See `consume_all`."""
@@ -164,10 +199,13 @@ class Grammars:
             return mask_words(tokenizer.result().vocab_size)
         return mask_words(self._vocab_size)
 
-    def _begin(self, grammar: str) -> _Build:
+    def _loaded(self) -> Future[LLTokenizer]:
         if self._tokenizer is None:
             self._tokenizer = self._builders.submit(self._load)
-        tokenizer = self._tokenizer
+        return self._tokenizer
+
+    def _begin(self, grammar: str) -> _Build:
+        tokenizer = self._loaded()
         begun = threading.Event()
 
         def build() -> LLMatcher:
@@ -184,16 +222,25 @@ class Grammars:
             matcher = build.future.result()
         except ConstraintError as error:
             return [Settled(request, f"{error.reason}.") for request in waiting]
-        if build.shared:
-            grammar = Grammar(matcher, lambda: self._more.submit(build.work), self._threads)
-            self._kept[key] = grammar
-        else:
-            grammar = Grammar(matcher)
+        grammar = Grammar(matcher, lambda: self._more.submit(build.work), self._threads)
+        self._kept[key] = grammar
         for request in waiting:
             self._attach(request, grammar)
-            request.become(RequestState.PREEMPTED if request.ran else RequestState.WAITING)
+            request.become(RequestState.WAITING)
         self._trim()
         return [Settled(request) for request in waiting]
+
+    def _end_renewal(self, request: Request, future: Future[SequenceRules]) -> Settled:
+        try:
+            rules = future.result()
+        except ConstraintError as error:
+            return Settled(request, f"{error.reason}.")
+        if rules.error is not None:
+            return Settled(request, f"{rules.error}.")
+        request.rules = rules
+        self._live.add(rules)
+        request.become(RequestState.PREEMPTED)
+        return Settled(request)
 
     def _attach(self, request: Request, grammar: Grammar | None) -> None:
         assert request.submit.rules is not None
@@ -201,15 +248,6 @@ class Grammars:
         self._live.add(request.rules)
         if grammar is not None:
             grammar.expect(request.rules)
-            request.rules.consume(request.output)
-
-    def forget(self, rules: SequenceRules) -> None:
-        """A matcher failed. The fault may be its lexer's, such as too many states, and would then
-        be every later copy's: the next request has the grammar built anew."""
-        for key, grammar in self._kept.items():
-            if grammar is rules.grammar:
-                del self._kept[key]
-                return
 
     def _trim(self) -> None:
         """Forget the grammars that were not asked for the longest, but for the last one."""

@@ -4,6 +4,9 @@ Copies of a matcher share its lexer, which learns what it meets and lies behind 
 for each other there, however many threads follow them. So a grammar of many sequences has several
 lexers, each with a matcher of its own that is built anew, in a thread, while sequences begin with
 the lexers that are there.
+
+A lexer keeps what it has met. Where that is too much, one of its matchers fails, and the others fail
+later or leave out tokens: none of them is to be followed any further, and none begins with it.
 """
 
 from __future__ import annotations
@@ -22,10 +25,11 @@ _numbers = itertools.count()
 
 
 @dataclass(slots=True, eq=False)
-class _Lexer:
+class Lexer:
     origin: LLMatcher  # at its beginning
     users: WeakSet[object] = field(default_factory=WeakSet)  # sequences with a copy
     number: int = field(default_factory=lambda: next(_numbers))  # unique in the process
+    failed: bool = False
 
 
 class Grammar:
@@ -43,7 +47,7 @@ class Grammar:
             build: begins to build another such matcher. None: there is one lexer.
             most_lexers: as many as there are threads that follow matchers.
         """
-        self._lexers = [_Lexer(matcher)]
+        self._lexers = [Lexer(matcher)]
         self._build = build
         self._most_lexers = most_lexers
         self._coming: list[Future[LLMatcher]] = []
@@ -61,16 +65,35 @@ class Grammar:
         while self._build is not None and self.lexers < wanted:
             self._coming.append(self._build())
 
-    def begin(self, sequence: object) -> tuple[int, LLMatcher]:
-        """A matcher of the lexer that the fewest others use, and the lexer's number."""
+    @property
+    def ready(self) -> bool:
+        """Whether a sequence can begin: another lexer is awaited where the last one has failed."""
+        if self._coming:
+            self._take_in()
+        self._build_the_first()
+        return bool(self._lexers)
+
+    def begin(self, sequence: object) -> tuple[Lexer, LLMatcher]:
+        """A matcher of the lexer that the fewest others use. To be called when `ready`."""
         if self._coming:
             self._take_in()
         lexer = min(self._lexers, key=lambda lexer: len(lexer.users))
         lexer.users.add(sequence)
-        return lexer.number, lexer.origin.deep_copy()
+        return lexer, lexer.origin.deep_copy()
+
+    def drop(self, lexer: Lexer) -> None:
+        """It has failed."""
+        lexer.failed = True
+        self._lexers = [other for other in self._lexers if other is not lexer]
+        self._build_the_first()
+
+    def _build_the_first(self) -> None:
+        """Of those that come after the last one failed, or was not built."""
+        if not self.lexers and self._build is not None:
+            self._coming.append(self._build())
 
     def _take_in(self) -> None:
         """Lexers that have been built; without one that failed the others do its work."""
         done = [future for future in self._coming if future.done()]
         self._coming = [future for future in self._coming if future not in done]
-        self._lexers += [_Lexer(future.result()) for future in done if not future.exception()]
+        self._lexers += [Lexer(future.result()) for future in done if not future.exception()]

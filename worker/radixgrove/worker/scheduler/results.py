@@ -84,11 +84,6 @@ def _ruled(sampled: list[RunningRequest], bounds: list[int]) -> list[_Ruled]:
     ]
 
 
-def _got_on(request: Request) -> bool:
-    """Whether a matcher that is built anew is worth it: the last one was, or there was none."""
-    return request.renewed is None or len(request.output) >= request.renewed + _RENEWED_TOKENS
-
-
 class Results:
     """Owns the steps in flight; `complete` takes in the oldest."""
 
@@ -166,14 +161,16 @@ class Results:
         """
         step = self._unsampled
         step.unsampled = False
+        self._replace_outgrown(step.ruled)
         live = [(ruled, rules) for ruled in step.ruled if (rules := ruled.rules) is not None]
         if not live:
             return []
         masks = buffer(len(live), self._grammars.words)
         self._grammars.fill([(rules, []) for _, rules in live], masks)
+        self._replace_outgrown(step.ruled)
         for row, (ruled, rules) in enumerate(live):
             request = ruled.active.request
-            if rules.stopped and not self._goes_on(request, rules):
+            if not ruled.active.live or (rules.stopped and not self._goes_on(request, rules)):
                 continue
             if rules.restricts and not rules.restrict(masks[row], request.output):
                 self._fail(request, "no token is allowed by all rules")
@@ -181,14 +178,16 @@ class Results:
 
     def _follow(self, flight: _Flight, tokens: list[list[int]]) -> None:
         """Rules of the rows that go on follow their new tokens."""
+        self._replace_outgrown(flight.ruled)
         live = [
             (ruled.active, rules, new)
             for ruled in flight.ruled
             if (new := tokens[ruled.index]) and (rules := ruled.rules) is not None
         ]
         self._grammars.consume([(rules, new) for _, rules, new in live])
+        self._replace_outgrown(flight.ruled)
         for active, rules, _ in live:
-            if rules.stopped and not self._goes_on(active.request, rules):
+            if not active.live or (rules.stopped and not self._goes_on(active.request, rules)):
                 continue
             if self._least_forced:
                 self._jump(active, rules)
@@ -214,24 +213,36 @@ class Results:
         self._counters.generated_tokens += len(tokens)
         message = Tokens(request_id=request.request_id, token_ids=tokens)
         self._lifecycle.outbox.put(request.frontend, message)
-        self._goes_on(request, rules)
+        rules.look_for_failure()
+        if rules.outgrown:
+            self._renew(request, rules)
+        else:
+            self._goes_on(request, rules)
 
     def _goes_on(self, request: Request, rules: SequenceRules) -> bool:
         """Whether its rules leave a request anything to say; else it has ended."""
         if rules.ended:
             self._lifecycle.finish_now(request, Finish.STOP)
         elif (error := rules.error) is not None:
-            self._grammars.forget(rules)
-            if rules.outgrown and _got_on(request):
-                self._renew(request)
-            else:
-                self._fail(request, error)
+            self._fail(request, error)
         else:
             return True
         return False
 
-    def _renew(self, request: Request) -> None:
-        """It goes on with a matcher that is built anew; until then it has no row."""
+    def _replace_outgrown(self, ruled: list[_Ruled]) -> None:
+        """Where a lexer has failed, its sequences go on with matchers that are built anew, each for
+        itself; until then they have no row."""
+        live = [(each.active.request, rules) for each in ruled if (rules := each.rules) is not None]
+        for _, rules in live:
+            rules.look_for_failure()
+        for request, rules in live:
+            if rules.outgrown:
+                self._renew(request, rules)
+
+    def _renew(self, request: Request, rules: SequenceRules) -> None:
+        if request.renewed is not None and len(request.output) < request.renewed + _RENEWED_TOKENS:
+            self._fail(request, rules.error or "its grammar could not be built anew")
+            return
         request.renewed = len(request.output)
         if request.active is not None:
             self._admission.give_back(request)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from radixgrove.protocol.constraints.grammar import outgrown, refusal
 from radixgrove.worker.messages import TokenRules
-from radixgrove.worker.scheduler.matchers import Grammar
+from radixgrove.worker.scheduler.matchers import Grammar, Lexer
 
 _Entry = TypeVar("_Entry")
 
@@ -50,7 +50,8 @@ class SequenceRules:
     rules: TokenRules
     grammar: Grammar | None
     matcher: LLMatcher | None = field(init=False, default=None)  # once the grammar has had a say
-    lexer: int = field(init=False, default=0)  # the matcher's: see `Grammar.begin`
+    behind: bool = field(init=False, default=False)  # there was no lexer to follow some token with
+    lexer: Lexer | None = field(init=False, default=None)  # the matcher's
     base: Masks | None = None  # [words]: what may come whatever came before, but for the grammar
     # Banned sequences of several tokens, by their last but one.
     longer: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
@@ -112,14 +113,15 @@ class SequenceRules:
             self._match((token,))
 
     def begin(self) -> LLMatcher | None:
-        """Its matcher, from now on; None: it has no grammar."""
-        if self.matcher is None and self.grammar is not None:
+        """Its matcher, from now on; None: it has no grammar, or that has no lexer at present."""
+        if self.matcher is None and self.grammar is not None and self.grammar.ready:
             self.lexer, self.matcher = self.grammar.begin(self)
         return self.matcher
 
     def _match(self, tokens: Sequence[int]) -> None:
         matcher = self.begin()
         if matcher is None:
+            self.behind = self.grammar is not None
             return
         matcher.consume_tokens(list(tokens))
         if self.rules.again and matcher.is_stopped() and self.error is None:
@@ -130,6 +132,10 @@ class SequenceRules:
     def follows_alone(self) -> bool:
         """Whether all that is to be done for a new token is that the matcher consumes it."""
         return self.phase is Phase.BOUND and not self.rules.again and self.matcher is not None
+
+    @property
+    def lexer_number(self) -> int:
+        return -1 if self.lexer is None else self.lexer.number
 
     @property
     def stopped(self) -> bool:
@@ -154,11 +160,20 @@ class SequenceRules:
         matcher = self.begin()
         return [] if matcher is None or matcher.is_error() else matcher.compute_ff_tokens()
 
+    def look_for_failure(self) -> None:
+        """After the matcher was used: where its lexer has met too much, that has failed."""
+        matcher, lexer = self.matcher, self.lexer
+        if matcher is None or lexer is None or self.grammar is None or not matcher.is_error():
+            return
+        if outgrown(matcher.get_error()):
+            self.grammar.drop(lexer)
+
     @property
     def outgrown(self) -> bool:
-        """Whether the matcher failed for all that its lexer has met, not only for this sequence."""
-        matcher = self.matcher
-        return matcher is not None and matcher.is_error() and outgrown(matcher.get_error())
+        """Whether it needs another matcher: its lexer has failed, or it has none to begin with."""
+        if self.lexer is not None:
+            return self.lexer.failed
+        return self.behind or (self.binds and self.grammar is not None and not self.grammar.ready)
 
     @property
     def error(self) -> str | None:
@@ -217,7 +232,7 @@ def consume_all(
     together: list[tuple[int, tuple[LLMatcher, int]]] = []
     for rules, tokens in entries:
         if len(tokens) == 1 and rules.follows_alone and rules.matcher is not None:
-            together.append((rules.lexer, (rules.matcher, tokens[0])))
+            together.append((rules.lexer_number, (rules.matcher, tokens[0])))
         else:
             rules.consume(tokens)
     if len(together) >= _FEWEST_BESIDE:
@@ -248,9 +263,9 @@ def fill_masks(
             masks[first : first + rows] = -1
         elif proposed:
             masks[first : first + rows] = -1
-            ahead.append((rules.lexer, (matcher, first, list(proposed))))
+            ahead.append((rules.lexer_number, (matcher, first, list(proposed))))
         else:
-            plain.append((rules.lexer, (matcher, first)))
+            plain.append((rules.lexer_number, (matcher, first)))
         first += rows
     where, row_bytes, count = masks.ctypes.data, masks.strides[0], len(masks)
     if plain:
