@@ -5,7 +5,8 @@
 CORPUS is as for `benchmarks.engine.grammar`; schemas that are refused when strict do not count.
 Each is answered once by the model, the demo model unless `--model` names another, which is asked in
 a chat and shown the schema's beginning; an answer that ends by itself is judged by `jsonschema`.
-Answers that `max_tokens` cuts are not, nor those given up at the end of the time.
+Answers that `max_tokens` cuts are not, nor those given up at the end of the time; one that ends in
+an error does not obey.
 """
 
 from __future__ import annotations
@@ -190,7 +191,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"of {len(cases)} so far: {dict(counted)}", file=sys.stderr, flush=True)
     counted["given up"] = len(cases) - counted.total()
     print(dict(counted))
-    judged = counted["obeys"] + counted["wrong"]
+    judged = counted["obeys"] + counted["wrong"] + counted["failed"]
     results.record(
         {
             "benchmark": "obedience",
@@ -205,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
             **counted,
         }
     )
-    return 1 if counted["wrong"] or counted["failed"] else 0
+    return 0 if judged == counted["obeys"] > 0 else 1
 
 
 if __name__ == "__main__":

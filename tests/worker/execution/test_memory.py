@@ -204,7 +204,8 @@ LIMITS = Limits(max_running=256, max_step_tokens=8192, depth=2, micro_batches=1,
 def window_pages(layers: int = 24, windowed: int = 12, *, host_tier: bool = False) -> Any:
     attention = SimpleNamespace(window=128, windowed=frozenset(range(windowed)))
     config: Any = SimpleNamespace(attention=attention, num_layers=layers)
-    return WindowSizing.of(config, LIMITS, 16, host_tier=host_tier)
+    settings = WorkerSettings(page_size=16, host_cache_gib=1.0 if host_tier else 0.0)
+    return WindowSizing.of(settings, config, LIMITS)
 
 
 def test_running_rows_and_the_cache_have_window_pages() -> None:

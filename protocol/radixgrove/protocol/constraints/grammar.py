@@ -38,6 +38,7 @@ from radixgrove.protocol.token_bytes import BYTE_LEVEL, TokenBytes, decoder_of, 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
+
 # A row of 10,000 items holds an object of 2,400 optional properties; a state of a lexer takes one
 # or two kilobytes. Errors are for clients: without the parser's state.
 def _limits(states: int) -> LLParserLimits:
@@ -53,7 +54,7 @@ def _limits(states: int) -> LLParserLimits:
 
 
 LIMITS = _limits(50_000)
-# Of a matcher that one answer has for itself, which another one's lexer could not follow to its end.
+# Of a matcher that one answer has for itself, after a shared lexer had met too much.
 LONG_LIMITS = _limits(150_000)
 # llguidance follows rules and references by recursion: the longest chains that fit the bounds need
 # some 30 MiB of stack, and would end the process on an ordinary one.
@@ -246,8 +247,8 @@ def outgrown(error: str) -> bool:
     """Whether llguidance's error of a matcher that followed what its masks allow is that its lexer
     has too many states: within a token it says that the token is not allowed.
 
-    A lexer keeps all that it has met, most of it places that an answer might have come to. One built
-    anew has met nothing, and meets less in following an answer that is there.
+    A lexer keeps all that it has met, most of it places that an answer might have come to. One
+    built anew has met nothing, and meets less in following an answer that is there.
     """
     return any(words in error for words in (*_OUTGROWN, _REJECTED))
 

@@ -48,8 +48,7 @@ class LoadedModel:
     @property
     def windows(self) -> WindowSizing | None:
         """What layers with a window keep; None: all pages."""
-        page_size, host_tier = self.settings.page_size, self.memory is not None
-        return WindowSizing.of(self.config, self.limits, page_size, host_tier=host_tier)
+        return WindowSizing.of(self.settings, self.config, self.limits)
 
     def assemble(
         self,

@@ -51,9 +51,8 @@ def load_model(
     if place.device.type == "cuda":
         # One of these is compiled before all else may be, and takes the least time.
         longest = choose_length(settings.max_model_len, config)
-        host_tier = bool(settings.host_cache_gib)
-        windows = WindowSizing.of(config, limits, settings.page_size, host_tier=host_tier)
-        others += step_jobs(model, longest, settings.page_size, windows=windows is not None)
+        windows = WindowSizing.of(settings, config, limits) is not None
+        others += step_jobs(model, longest, settings.page_size, windows=windows)
         shapes = attention_shapes(settings, config, limits, place, kv)
         if not all(shape.extends for shape in shapes):
             others.append(import_flashinfer)  # which takes a second or two

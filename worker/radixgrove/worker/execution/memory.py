@@ -81,13 +81,13 @@ class WindowSizing:
 
     @classmethod
     def of(
-        cls, config: ModelConfig, limits: Limits, page_size: int, *, host_tier: bool
+        cls, settings: WorkerSettings, config: ModelConfig, limits: Limits
     ) -> WindowSizing | None:
         """None: layers with a window keep all pages. Where there are none, or no others, that costs
         nothing; and a host tier holds whole pages."""
-        attention = config.attention
+        attention, page_size = config.attention, settings.page_size
         windowed = len(attention.windowed)
-        if host_tier or not 0 < windowed < config.num_layers:
+        if settings.host_cache_gib or not 0 < windowed < config.num_layers:
             return None
         window, rows = attention.window, limits.max_running
         steps = -(-limits.max_step_tokens // page_size) + rows

@@ -5,8 +5,8 @@ for each other there, however many threads follow them. So a grammar of many seq
 lexers, each with a matcher of its own that is built anew, in a thread, while sequences begin with
 the lexers that are there.
 
-A lexer keeps what it has met. Where that is too much, one of its matchers fails, and the others fail
-later or leave out tokens: none of them is to be followed any further, and none begins with it.
+A lexer keeps what it has met. Where that is too much, one of its matchers fails, and the others
+fail later or leave out tokens: none is to be followed any further, and no sequence begins with it.
 """
 
 from __future__ import annotations
