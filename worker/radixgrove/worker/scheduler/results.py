@@ -161,36 +161,33 @@ class Results:
         """
         step = self._unsampled
         step.unsampled = False
-        self._replace_outgrown(step.ruled)
-        live = [(ruled, rules) for ruled in step.ruled if (rules := ruled.rules) is not None]
+        live = self._with_sound_lexers(step.ruled)
         if not live:
             return []
         masks = buffer(len(live), self._grammars.words)
         self._grammars.fill([(rules, []) for _, rules in live], masks)
-        self._replace_outgrown(step.ruled)
+        self._end_stopped(step.ruled)
         for row, (ruled, rules) in enumerate(live):
-            request = ruled.active.request
-            if not ruled.active.live or (rules.stopped and not self._goes_on(request, rules)):
+            if not (rules.restricts and ruled.active.live):
                 continue
-            if rules.restricts and not rules.restrict(masks[row], request.output):
+            request = ruled.active.request
+            if not rules.restrict(masks[row], request.output):
                 self._fail(request, "no token is allowed by all rules")
         return [ruled.position for ruled, _ in live]
 
     def _follow(self, flight: _Flight, tokens: list[list[int]]) -> None:
         """Rules of the rows that go on follow their new tokens."""
-        self._replace_outgrown(flight.ruled)
         live = [
             (ruled.active, rules, new)
             for ruled in flight.ruled
             if (new := tokens[ruled.index]) and (rules := ruled.rules) is not None
         ]
         self._grammars.consume([(rules, new) for _, rules, new in live])
-        self._replace_outgrown(flight.ruled)
-        for active, rules, _ in live:
-            if not active.live or (rules.stopped and not self._goes_on(active.request, rules)):
-                continue
-            if self._least_forced:
-                self._jump(active, rules)
+        self._end_stopped(flight.ruled)
+        if self._least_forced:
+            for active, rules, _ in live:
+                if active.live:
+                    self._jump(active, rules)
 
     def _jump(self, active: RunningRequest, rules: SequenceRules) -> None:
         """Jump-forward decoding: append all tokens that the grammar forces, without sampling them.
@@ -202,7 +199,7 @@ class Results:
         if request.wants_logprobs or not (request.reads_cache and self._reads_cache):
             return  # logprobs need sampling; without the cache the whole prompt is prefilled again
         room = request.limit - len(request.output) - 1  # a last one is sampled
-        tokens = rules.forced()[: max(0, room)]
+        tokens = [] if rules.outgrown else rules.forced()[: max(0, room)]
         stop = next((n for n, token in enumerate(tokens) if token in request.stop_ids), None)
         tokens = tokens[:stop]
         if len(tokens) < self._least_forced:
@@ -229,15 +226,31 @@ class Results:
             return True
         return False
 
-    def _replace_outgrown(self, ruled: list[_Ruled]) -> None:
-        """Where a lexer has failed, its sequences go on with matchers that are built anew, each for
-        itself; until then they have no row."""
-        live = [(each.active.request, rules) for each in ruled if (rules := each.rules) is not None]
-        for _, rules in live:
+    def _end_stopped(self, ruled: list[_Ruled]) -> None:
+        """After matchers were used: requests end where theirs are at their end, or have failed, but
+        for those of lexers that have, which are replaced."""
+        stopped = [
+            (each, rules) for each in ruled if (rules := each.rules) is not None and rules.stopped
+        ]
+        if not stopped:
+            return
+        for _, rules in stopped:
             rules.look_for_failure()
-        for request, rules in live:
-            if rules.outgrown:
-                self._renew(request, rules)
+        self._with_sound_lexers(ruled)
+        for each, rules in stopped:
+            if each.active.live:
+                self._goes_on(each.active.request, rules)
+
+    def _with_sound_lexers(self, ruled: list[_Ruled]) -> list[tuple[_Ruled, SequenceRules]]:
+        """Those that go on now. Where a lexer has failed, its sequences go on with matchers that
+        are built anew, each for itself; until then they have no row."""
+        live = [(each, rules) for each in ruled if (rules := each.rules) is not None]
+        outgrown = [(each, rules) for each, rules in live if rules.outgrown]
+        if not outgrown:
+            return live
+        for each, rules in outgrown:
+            self._renew(each.active.request, rules)
+        return [(each, rules) for each, rules in live if each.active.live]
 
     def _renew(self, request: Request, rules: SequenceRules) -> None:
         if request.renewed is not None and len(request.output) < request.renewed + _RENEWED_TOKENS:
