@@ -149,13 +149,13 @@ def test_a_second_cluster_is_told_which_of_its_ports_is_taken(
     """Before it starts any part."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port, free = str(taken.getsockname()[1]), str(free_port)
-        for flags, remedy in [
-            (["--port", port, "--management-port", free], "--port"),
-            (["--port", free, "--management-port", port], "--management-port"),
+        for flags, name, remedy in [
+            (["--port", port, "--management-port", free], "port", "--port"),
+            (["--port", free, "--management-port", port], "management port", "--management-port"),
         ]:
             result = radixgrove("up", "--log-dir", str(tmp_path / "logs"), *flags)
             assert result.returncode == 1
-            assert f"cannot listen on 127.0.0.1 port {port}" in result.stderr
+            assert f"cannot listen on 127.0.0.1 {name} {port}" in result.stderr
             assert f"choose another with {remedy}, e.g. {remedy} " in result.stderr
             assert not list((tmp_path / "logs").iterdir())
 

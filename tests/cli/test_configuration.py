@@ -160,6 +160,37 @@ def test_a_wrong_value_names_its_source_and_not_the_value() -> None:
     assert "s3cret" not in str(caught.value)
 
 
+@pytest.mark.parametrize("part", ["router", "worker"])
+@pytest.mark.parametrize(
+    ("host", "management_host", "refused"),
+    [
+        ("127.0.0.1", "localhost", True),
+        ("0.0.0.0", "10.0.0.1", True),
+        ("::1", "::", True),
+        ("10.0.0.1", "127.0.0.1", False),
+        ("0.0.0.0", "::1", False),
+    ],
+)
+def test_one_port_cannot_be_that_of_the_api_and_of_management(
+    part: str, host: str, management_host: str, refused: bool
+) -> None:
+    flags = {"host": host, "management_host": management_host}
+    equal = {"port": "9000", "management_port": "9000"}
+    resolve(part, flags | {"port": "0", "management_port": "0"}, {}, EMPTY_FILE)
+    if not refused:
+        resolve(part, flags | equal, {}, EMPTY_FILE)
+        return
+    with pytest.raises(ConfigurationError, match=r"9000 .* --port or --management-port$"):
+        resolve(part, flags | equal, {}, EMPTY_FILE)
+
+
+def test_a_port_may_be_the_one_that_management_has_by_default() -> None:
+    with pytest.raises(ConfigurationError, match=r"management_port \(from default\): 8001 is"):
+        resolve("router", {"port": "8001"}, {}, EMPTY_FILE)
+    with pytest.raises(ConfigurationUsage, match="8001 is the port of the API too"):
+        UpParts(None, {"port": "8001"})
+
+
 def test_a_host_cache_without_a_prefix_cache_is_refused() -> None:
     with pytest.raises(ConfigurationError) as caught:
         resolve("worker", {"host_cache_gib": "8", "prefix_cache": False}, {}, EMPTY_FILE)

@@ -80,6 +80,15 @@ def test_an_address_of_another_host_is_refused(address: str) -> None:
     assert raised.value.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
+@pytest.mark.parametrize("address", ["300.1.1.1", "192.0.2.1", "2001:db8::1"])
+def test_an_address_that_is_none_of_the_machines_is_what_is_to_be_changed(address: str) -> None:
+    with pytest.raises(BindingError, match=r"choose an address of this machine with --host$"):
+        listen(address, 8000)
+    settings = RouterSettings(management_host=address, management_key="m")
+    with pytest.raises(BindingError, match=r"management port 8001: .* with --management-host$"):
+        listen_for_management(settings)
+
+
 def test_a_taken_port_is_named_with_the_way_out() -> None:
     with listen("127.0.0.1", 0) as first:
         first.listen()

@@ -34,7 +34,7 @@ from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.settings import Device, RouterSettings, WorkerSettings, reveal
 from radixgrove.service import machine
 from radixgrove.service.children import Sink
-from radixgrove.service.listening import bound_socket
+from radixgrove.service.listening import API, MANAGEMENT, bound_socket
 from radixgrove.service.probing import is_ready, local_address
 from radixgrove.service.processes import on_end
 from radixgrove.service.supervisor import ChildFailed, Supervised
@@ -312,17 +312,15 @@ def _check_ports_free(settings: RouterSettings) -> None:
     """The router's ports, before minutes of loading; clients could not know a port chosen by 0."""
     if settings.port == 0:
         raise ClusterError("`up` needs a port for its endpoint: --port 8000")
-    for host, port, flag in (
-        (settings.host, settings.port, "--port"),
-        (settings.management_host, settings.management_port, "--management-port"),
+    for listener, host, port in (
+        (API, settings.host, settings.port),
+        (MANAGEMENT, settings.management_host, settings.management_port),
     ):
         try:
             bound_socket(host, port).close()
         except OSError as error:
-            raise ClusterError(
-                f"cannot listen on {host} port {port}: {error.strerror}; "
-                f"choose another with {flag}, e.g. {flag} {free_ports(1)[0]}"
-            ) from error
+            another = f", e.g. {listener.port_flag} {free_ports(1)[0]}"
+            raise ClusterError(listener.explain(error, host, port, another)) from error
 
 
 def _in_url(host: str) -> str:

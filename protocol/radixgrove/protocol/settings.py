@@ -123,6 +123,18 @@ Port = Annotated[int, Field(ge=0, le=65535)]  # 0: any free port
 CorsOrigin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s,?#*]+)$")]
 
 
+def _overlap(host: str, other: str) -> bool:
+    """Whether a port of one address is a port of the other: they are the same, or one is every."""
+    every, every_ipv4 = "::", ("0.0.0.0", "")
+    host, other = ("127.0.0.1" if name == "localhost" else name for name in (host, other))
+    return (
+        host == other
+        or every in (host, other)
+        or (host in every_ipv4 and ":" not in other)
+        or (other in every_ipv4 and ":" not in host)
+    )
+
+
 class StepLimits(NamedTuple):
     """What one step may hold at most."""
 
@@ -202,6 +214,19 @@ class Settings(BaseModel):
         if not key.strip():
             raise ValueError("it is empty: give a key, or leave it out")
         return key.strip()
+
+    @field_validator("management_port", check_fields=False)
+    @classmethod
+    def _is_a_port_of_its_own(cls, port: int, info: ValidationInfo) -> int:
+        hosts = [info.data.get(name, "") for name in ("host", "management_host")]
+        if port and port == info.data.get("port") and _overlap(*hosts):
+            raise PydanticCustomError(
+                "same_port",
+                "{port} is the port of the API too: choose another with --port or "
+                "--management-port",
+                {"port": port},
+            )
+        return port
 
     def in_clear(self) -> dict[str, Any]:
         """All fields as plain JSON values, secrets in clear: for files of mode 0600 only."""

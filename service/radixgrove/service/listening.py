@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
+from typing import NamedTuple
 
 from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.settings import RouterSettings, WorkerSettings
 
+# Of an address that is none of this machine's, whatever the port.
+_OF_THE_HOST = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL)
+
 
 class BindingError(StartFailed):
     """A port cannot be opened as configured; the text says what to change."""
+
+
+class Listener(NamedTuple):
+    """What a port is for, and the flags of its address."""
+
+    name: str
+    host_flag: str
+    port_flag: str
+
+    def explain(
+        self, error: OSError, host: str, port: int, another: str = " (0: any free one)"
+    ) -> str:
+        """What is wrong with an address, and which of its flags to change.
+
+        Args:
+            another: says which port would do.
+        """
+        text = f"cannot listen on {host} {self.name} {port}: {error.strerror}; choose "
+        if isinstance(error, socket.gaierror) or error.errno in _OF_THE_HOST:
+            return f"{text}an address of this machine with {self.host_flag}"
+        return f"{text}another with {self.port_flag}{another}"
+
+
+API = Listener("port", "--host", "--port")
+MANAGEMENT = Listener("management port", "--management-host", "--management-port")
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
@@ -19,7 +49,7 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
     Raises:
         BindingError: the port is taken or the address not ours.
     """
-    return _bind(host, port, "port", "--port", shared=shared)
+    return _bind(API, host, port, shared=shared)
 
 
 def reserve(host: str, port: int) -> socket.socket:
@@ -43,8 +73,7 @@ def listen_for_management(settings: WorkerSettings | RouterSettings) -> socket.s
         BindingError: see `check_management`; or the port is taken or the address not ours.
     """
     check_management(settings)
-    port = settings.management_port
-    return _bind(settings.management_host, port, "management port", "--management-port")
+    return _bind(MANAGEMENT, settings.management_host, settings.management_port)
 
 
 def check_management(settings: WorkerSettings | RouterSettings) -> None:
@@ -98,14 +127,11 @@ def bound_socket(host: str, port: int, *, shared: bool = False) -> socket.socket
     return sock
 
 
-def _bind(host: str, port: int, what: str, flag: str, *, shared: bool = False) -> socket.socket:
+def _bind(listener: Listener, host: str, port: int, *, shared: bool = False) -> socket.socket:
     try:
         return bound_socket(host, port, shared=shared)
     except OSError as error:
-        raise BindingError(
-            f"cannot listen on {host} {what} {port}: {error.strerror}; "
-            f"choose another with {flag} (0: any free one)"
-        ) from error
+        raise BindingError(listener.explain(error, host, port)) from error
 
 
 def _has_ipv6() -> bool:
