@@ -10,13 +10,57 @@ from typing import Any
 import pytest
 
 from radixgrove.cli.cluster import Cluster, ClusterError, plan_gpus
+from radixgrove.cli.redis_server import free_ports
 from radixgrove.cli.resolving import UpParts
+from tests.conftest import RedisServer
 
 
 def test_gpus_are_shared_out_without_overlap() -> None:
     assert plan_gpus(2, 2, ["0", "1", "2", "3"]) == [["0", "1"], ["2", "3"]]
     with pytest.raises(ClusterError, match="3 replicas of 2 GPUs need 6; this machine offers 4"):
         plan_gpus(3, 2, ["0", "1", "2", "3"])
+
+
+@pytest.mark.parametrize(
+    ("replicas", "tp", "offered", "said"),
+    [
+        (3, 2, 5, r"offers 5: try --replicas 2, or --device cpu$"),
+        (1, 4, 2, r"^1 replica of 4 GPUs need 4; this machine offers 2: try --tp 2, or"),
+        (1, 1, 0, r"^1 replica of 1 GPU need 1; .* offers none: try a machine with GPUs, or"),
+    ],
+)
+def test_what_is_tried_instead_fits_the_gpus_there_are(
+    replicas: int, tp: int, offered: int, said: str
+) -> None:
+    with pytest.raises(ClusterError, match=said):
+        plan_gpus(replicas, tp, [str(index) for index in range(offered)])
+
+
+async def test_a_redis_that_does_not_answer_is_named_before_any_part_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_port: int
+) -> None:
+    monkeypatch.setattr("radixgrove.cli.cluster._REDIS_START", 0.1)
+    made = cluster(
+        tmp_path / "a",
+        redis_url=f"redis://:pa55@127.0.0.1:{free_port}",
+        port=free_ports(1)[0],
+        management_port=0,
+    )
+    with pytest.raises(ClusterError, match=rf"^--redis-url: .*ConnectionRefused.*{free_port}") as e:
+        await made.start()
+    assert "pa55" not in str(e.value)
+    assert not list((tmp_path / "a").glob("*.yaml")), "no part has got its settings"
+
+
+async def test_a_redis_that_may_evict_is_refused_at_once(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    redis_server.client.config_set("maxmemory-policy", "allkeys-lru")
+    made = cluster(
+        tmp_path / "a", redis_url=redis_server.url, port=free_ports(1)[0], management_port=0
+    )
+    with pytest.raises(ClusterError, match="maxmemory-policy allkeys-lru"):
+        await made.start()
 
 
 def cluster(directory: Path, state: Path | None = None, **flags: Any) -> Cluster:

@@ -88,6 +88,37 @@ async def test_a_child_that_never_was_ready_is_given_up_with_its_last_error() ->
     await scene.service.stop(1)
 
 
+ACCESS = "2026-01-01T00:00:00.000Z INFO    radixgrove.access: request path=/v1/Error status=200"
+AWAY = "2026-01-01T00:00:00.000Z WARNING radixgrove.router: Redis is away (OSError: no route)"
+RECORD = '{"time":"t","level":"%s","logger":"l","message":"%s"}'
+
+
+@pytest.mark.parametrize(
+    ("lines", "quoted", "complaint"),
+    [
+        ([ACCESS], None, None),
+        ([RECORD % ("info", "request")], None, None),
+        ([ACCESS, AWAY, ACCESS], None, "Redis is away (OSError: no route)"),
+        (["terminate called after bad_alloc", ACCESS], "terminate called after bad_alloc", None),
+        ([RECORD % ("critical", "it failed"), ACCESS], "it failed", None),
+        (["ValueError: no model", "  in a file"], "ValueError: no model", None),
+    ],
+)
+async def test_only_a_line_that_says_why_is_quoted_as_a_childs_error(
+    lines: list[str], quoted: str | None, complaint: str | None
+) -> None:
+    scene = Scene(
+        f"import os, signal\nprint({chr(10).join(lines)!r}, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    await scene.service.start()
+    end = r"SIGKILL \(out of memory\?\)" + (f": {re.escape(quoted)}$" if quoted else "$")
+    with pytest.raises(ChildFailed, match=end):
+        await asyncio.wait_for(asyncio.shield(scene.service.failed), 10)
+    assert scene.service.child.last_complaint() == (complaint or quoted)
+    await scene.service.stop(1)
+
+
 async def test_a_child_that_the_system_does_not_start_is_said_to_be_so(tmp_path: Path) -> None:
     scene = Scene(SLEEP, tmp_path / "no-python")
     with pytest.raises(ChildFailed, match=r"child cannot be started: .*No such file"):

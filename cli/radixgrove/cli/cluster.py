@@ -31,6 +31,7 @@ from radixgrove.cli.redis_server import (
 )
 from radixgrove.cli.resolving import UpParts
 from radixgrove.protocol.errors import StartFailed
+from radixgrove.protocol.keys import router_key
 from radixgrove.protocol.settings import Device, RouterSettings, WorkerSettings, reveal
 from radixgrove.service import machine
 from radixgrove.service.children import Sink
@@ -49,16 +50,26 @@ class ClusterError(StartFailed):
     """The cluster cannot start; the text says what to change."""
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 replica`, `2 replicas`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def plan_gpus(replicas: int, tp: int, visible: list[str]) -> list[list[str]]:
     """Which GPUs each replica gets: `tp` each, none shared.
 
     Raises:
         ClusterError: there are too few.
     """
-    if replicas * tp > len(visible):
+    offered = len(visible)
+    if replicas * tp > offered:
+        if offered >= tp:
+            remedy = f"--replicas {offered // tp}"
+        else:
+            remedy = f"--tp {offered}" if offered else "a machine with GPUs"
         raise ClusterError(
-            f"{replicas} replicas of {tp} GPUs need {replicas * tp}; this machine offers "
-            f"{len(visible)}: try --replicas {max(1, len(visible) // tp)}, or --device cpu"
+            f"{counted(replicas, 'replica')} of {counted(tp, 'GPU')} need {replicas * tp}; this "
+            f"machine offers {offered or 'none'}: try {remedy}, or --device cpu"
         )
     return [visible[index * tp : (index + 1) * tp] for index in range(replicas)]
 
@@ -152,27 +163,29 @@ class Cluster:
             ClusterError: a part ended or did not become ready in time.
         """
         _check_ports_free(self.router)
+        gpus = self._gpus()
         if self._redis is not None:
             redis = await self._launch("redis", self._redis.command, {})
-            await self._until(self._redis.answers, [redis], _REDIS_START, "Redis")
+            await self._until(self._redis.answers, [redis], redis, _REDIS_START)
             redis.mark_ready()
-        gpus = self._gpus()
-        parts = []
+        else:
+            await _await_redis(self.router, _REDIS_START)
+        workers = []
         for index, settings in enumerate(self.workers):
             extra = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index])} if gpus else {}
             name = settings.replica_id or ""
-            parts.append(await self._launch(name, self._command("worker", name, settings), extra))
-        router = self._command("router", "router", self.router)
-        parts.append(await self._launch("router", router, {}))
-        for settings in self.workers:
+            workers.append(await self._launch(name, self._command("worker", name, settings), extra))
+        command = self._command("router", "router", self.router)
+        router = await self._launch("router", command, {})
+        parts = [*workers, router]
+        for settings, worker in zip(self.workers, workers, strict=True):
             address = (settings.management_host, settings.management_port)
-            name = settings.replica_id or ""
             ready = functools.partial(is_ready, *address)
-            await self._until(ready, parts, self._start_timeout, name)
-            self.announce(f"{name} is ready")
-        await self._until(self._endpoint_ready, parts, 60.0, "the router")
+            await self._until(ready, parts, worker, self._start_timeout)
+            self.announce(f"{worker.name} is ready")
+        await self._until(self._endpoint_ready, parts, router, 60.0)
         self.announce("the router is ready")
-        await self._until(self._routes_to_all, parts, 60.0, "the router's list of replicas")
+        await self._until(self._routes_to_all, parts, router, 60.0, "'s list of replicas")
         for part in parts:
             part.mark_ready()
 
@@ -245,8 +258,22 @@ class Cluster:
     # ---- readiness -----------------------------------------------------------------------------
 
     async def _until(
-        self, probe: Callable[[], bool], parts: list[Supervised], seconds: float, what: str
+        self,
+        probe: Callable[[], bool],
+        parts: list[Supervised],
+        asked: Supervised,
+        seconds: float,
+        what: str = "",
     ) -> None:
+        """
+        Args:
+            parts: whose end is the end of the waiting.
+            asked: the part that the probe asks.
+            what: of that part.
+
+        Raises:
+            ClusterError: one of the parts ended, or the probe was false for so long.
+        """
         deadline = time.monotonic() + seconds
         while not await asyncio.to_thread(probe):
             for part in parts:
@@ -256,7 +283,11 @@ class Cluster:
                     except ChildFailed as error:
                         raise ClusterError(str(error)) from None
             if time.monotonic() > deadline:
-                raise ClusterError(f"{what} was not ready after {seconds:.0f} s")
+                complaint = asked.child.last_complaint()
+                raise ClusterError(
+                    f"{asked.name}{what} was not ready after {seconds:.0f} s"
+                    + (f": {complaint}" if complaint else "")
+                )
             await asyncio.sleep(_POLL)
 
     def _endpoint_ready(self) -> bool:
@@ -271,6 +302,29 @@ class Cluster:
             return False
         ready = Counter(e["group"] for e in status["replicas"] if e["state"] == "ready")
         return all(ready[worker.replica_id] == worker.dp for worker in self.workers)
+
+
+async def _await_redis(settings: RouterSettings, seconds: float) -> None:
+    """A Redis that is not ours, by the rule of the parts that are to use it.
+
+    Raises:
+        ClusterError: it cannot be used, at once or within that time.
+    """
+    from radixgrove.service.redis_link import RedisLink
+
+    assert settings.redis_url is not None
+    key = router_key(settings.redis_prefix, f"up-{secrets.token_hex(4)}")
+    link = RedisLink(settings.redis_url, key, f"waiting for it for up to {seconds:.0f} s")
+    connecting = asyncio.create_task(link.run())
+    try:
+        await link.wait_until_tried(seconds)
+        if not link.unsuitable:
+            await link.wait_until_up(seconds)
+        if not link.up:
+            raise ClusterError(f"--redis-url: Redis cannot be used ({link.problem})")
+    finally:
+        connecting.cancel()
+        await asyncio.gather(connecting, return_exceptions=True)
 
 
 def _secret(parts: UpParts, name: str) -> SecretStr:

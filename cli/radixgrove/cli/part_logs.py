@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 import time
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
-from radixgrove.protocol.foreign import decode_json
 from radixgrove.service import logs
 from radixgrove.service.children import Sink
 from radixgrove.service.complaints import REPEAT_SECONDS
 
 _NAME_WIDTH = 10
 _FILE_BYTES = 32 << 20
-# As service/logs.py writes them: `time LEVEL logger: message`.
-_RECORD = re.compile(r"^\S+Z (?P<level>[A-Z]+) +\S+: (?P<message>.*)$")
 _FAILURES = {"WARNING", "ERROR", "CRITICAL"}
 _PROGRESS = "start: "
 
@@ -36,24 +32,10 @@ def show(name: str, text: str) -> None:
 
 def worth_showing(line: str) -> str | None:
     """What of a log line people need while it runs: how far a start is, and what went wrong."""
-    level, message = _parse(line)
+    level, message = logs.read_record(line)
     if level in _FAILURES or (level == "INFO" and message.startswith(_PROGRESS)):
         return message
     return None
-
-
-def _parse(line: str) -> tuple[str, str]:
-    """Level and message; empty where the line is no record."""
-    match = _RECORD.match(line)
-    if match is not None:
-        return match["level"], match["message"]
-    if line.startswith("{"):
-        try:
-            record = decode_json(line.encode(), dict[str, object])
-            return str(record["level"]).upper(), str(record["message"])
-        except (ValueError, KeyError):
-            pass
-    return "", ""
 
 
 class _File(RotatingFileHandler):

@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import signal
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import IO
 
 from radixgrove.service.liveness import TICK_VARIABLE, WatchClock
-from radixgrove.service.logs import TRACE_PREFIX, escape
+from radixgrove.service.logs import TRACE_PREFIX, escape, read_record
 from radixgrove.service.processes import die_with
 
 _KEPT_LINES = 40
 _CHUNK = 1 << 16
-# A traceback's last line, a command's complaint, a log record.
-# `time ERROR logger: `, as service/logs.py writes it: who quotes the line has a time of its own.
-_LOG_PREFIX = re.compile(r"^\S+Z (ERROR|CRITICAL) +\S+: ")
-_ERROR_SIGNS = ("Error", "error:", " ERROR ", '"level":"error"')
+_ERRORS = frozenset({"ERROR", "CRITICAL"})
+# A traceback's last line, a command's complaint, a log record of another program.
+_ERROR_SIGNS = ("Error", "error:", " ERROR ")
 
 Sink = Callable[[str], None]  # takes a line, without its end
 
@@ -172,13 +170,29 @@ class Child:
         return self._ticks.silence()
 
     def last_error(self) -> str | None:
-        """The line that most likely says why it ended: the last error, else the last at all."""
+        """The line that most likely says why it ended: its last error, else its last line that is
+        no log record, such as one of a request."""
+        return self._last(_ERRORS)
+
+    def last_complaint(self) -> str | None:
+        """The line that most likely says what it waits for: as `last_error`, or a warning."""
+        return self._last(_ERRORS | {"WARNING"})
+
+    def _last(self, levels: Collection[str]) -> str | None:
+        """Records come without their time: who quotes them has one of its own."""
         tail = self._output.tail if self._output is not None else ()
-        lines = [line.removeprefix(TRACE_PREFIX) for line in tail if line.strip()]
-        for line in reversed(lines):
-            if not line[0].isspace() and any(sign in line for sign in _ERROR_SIGNS):
-                return _LOG_PREFIX.sub("", line.strip())
-        return lines[-1].strip() if lines else None
+        other = None
+        for line in reversed(tail):
+            level, message = read_record(line)
+            if level in levels:
+                return message
+            text = line.removeprefix(TRACE_PREFIX)
+            if level or not text.strip():
+                continue
+            if not text[0].isspace() and any(sign in text for sign in _ERROR_SIGNS):
+                return text.strip()
+            other = other or text.strip()
+        return other
 
     def obituary(self) -> str:
         """Of a child that ended: its name, how, and its last error where it left one."""

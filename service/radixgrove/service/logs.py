@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from radixgrove.protocol.foreign import decode_json
 from radixgrove.protocol.settings import LogLevel
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ _QUEUE_BYTES = 1 << 20
 _FLUSH_SECONDS = 1.0  # at exit, for what is still queued
 _LEVEL_FILE = "log-level"
 _LEVEL_SECONDS = 1.0
+
+_RECORD = re.compile(r"^\S+Z (?P<level>[A-Z]+) +\S+: (?P<message>.*)$")
 
 # C0, DEL, C1, line and paragraph separators, and what reorders text on a terminal.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
@@ -92,6 +95,21 @@ class TextFormatter(logging.Formatter):
             trace = self.formatException(record.exc_info).split("\n")
             line += "".join(f"\n{TRACE_PREFIX}{escape(text)}" for text in trace)
         return line
+
+
+def read_record(line: str) -> tuple[str, str]:
+    """Level and message of a line as a formatter here wrote it, with the end of its trace where the
+    line has that; both empty where it is no record."""
+    match = _RECORD.match(line)
+    if match is not None:
+        return match["level"], match["message"]
+    if line.startswith("{"):
+        with contextlib.suppress(ValueError, KeyError):
+            record = decode_json(line.encode(), dict[str, object])
+            level, message = str(record["level"]).upper(), str(record["message"])
+            end = str(record.get("exception", "")).rpartition("\n")[2]
+            return level, f"{message}: {end}" if end else message
+    return "", ""
 
 
 def _timestamp(seconds: float) -> str:

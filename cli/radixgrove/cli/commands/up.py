@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from radixgrove.cli.cluster import Cluster, Signals
+from radixgrove.cli.cluster import Cluster, Signals, counted
 from radixgrove.cli.demonstration import QUESTION, demonstrate
 from radixgrove.cli.options import SettingsCommand, setting_options
 from radixgrove.cli.part_logs import PartLogs, default_directory, show
@@ -51,8 +51,7 @@ async def _run(parts: UpParts, directory: Path, part_logs: PartLogs, show_reques
     signals = Signals()
     started = time.monotonic()
     cluster = Cluster(parts, directory, part_logs.directory, part_logs.sink, _announce)
-    replicas = len(cluster.workers)
-    _announce(f"starting {replicas} {'replica' if replicas == 1 else 'replicas'} and a router")
+    _announce(f"starting {counted(len(cluster.workers), 'replica')} and a router")
     _announce(f"their logs, requests included: {part_logs.directory}/*.log")
     starting = asyncio.create_task(cluster.start())
     stopped = asyncio.create_task(signals.stop.wait())
