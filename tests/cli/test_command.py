@@ -84,6 +84,25 @@ def test_unknown_command_and_flag_name_the_nearest() -> None:
     assert "--max-running" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "variable"),
+    [
+        (["worker", "--internal-key", "abc"], "RADIXGROVE_INTERNAL_KEY"),
+        (["router", "--root-key=abc"], "RADIXGROVE_ROOT_KEY"),
+        (["ps", "--management-key", "abc"], "RADIXGROVE_MANAGEMENT_KEY"),
+        (["chat", "--api-key", "abc"], "RADIXGROVE_API_KEY"),
+        (["chat", "--nothing-of-the-kind"], None),
+    ],
+)
+def test_a_flag_for_a_secret_is_answered_with_its_variable(
+    arguments: list[str], variable: str | None
+) -> None:
+    result = radixgrove(*arguments)
+    assert result.returncode == 2
+    assert ("Secrets have no flag" in result.stderr) == (variable is not None)
+    assert variable is None or f"set {variable}." in result.stderr
+
+
 def test_unreachable_cluster_has_its_own_exit_code(free_port: int) -> None:
     url = f"http://127.0.0.1:{free_port}"
     for arguments in (["ps", "--management-url", url], ["chat", "--url", url, "hello"]):

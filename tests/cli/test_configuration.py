@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from radixgrove.cli.configuration import (
 )
 from radixgrove.cli.options import setting_options
 from radixgrove.cli.resolving import ConfigurationUsage, UpParts, resolve_part
-from radixgrove.protocol.settings import RouterSettings, WorkerSettings
+from radixgrove.protocol.settings import FORMS, RouterSettings, WorkerSettings
 from tests.checkout import ROOT
 from tests.cli.test_command import radixgrove
 from tools.reference import DOCS, updated
@@ -109,6 +110,8 @@ def test_an_empty_variable_names_no_file(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_an_unknown_variable_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigurationError, match="did you mean 'RADIXGROVE_MAX_RUNNING'"):
         load_environment({"RADIXGROVE_MAX_RUNING": "3"})
+    with pytest.raises(ConfigurationError, match=r"variable 'RADIXGROVE_FOO'$"):
+        load_environment({"RADIXGROVE_FOO": "3"})
 
 
 def test_variables_of_clients_are_no_settings_and_no_error() -> None:
@@ -191,10 +194,36 @@ def test_a_port_may_be_the_one_that_management_has_by_default() -> None:
         UpParts(None, {"port": "8001"})
 
 
+def test_a_wrong_value_of_a_flag_is_shown_with_what_would_be_right() -> None:
+    for flags, said in [
+        ({"max_running": "many"}, "max_running (from --max-running many): must be a whole number"),
+        ({"cuda_graphs": "maybe"}, "cuda_graphs (from --cuda-graphs maybe): must be true or false"),
+        (
+            {"pp_layers": ["10,20"]},
+            "pp_layers (from --pp-layers 10,20): must be a whole number; one value each, as in "
+            "--pp-layers A --pp-layers B",
+        ),
+        (
+            {"cors_origins": ["a.example"]},
+            "cors_origins (from --cors-origins a.example): must be `*`, or like "
+            "https://host[:port], without a path",
+        ),
+    ]:
+        with pytest.raises(ConfigurationError) as caught:
+            resolve("worker", flags, {}, EMPTY_FILE)
+        assert str(caught.value) == said
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_pattern_has_words_for_people(part: str) -> None:
+    patterns = re.findall(r'"pattern": "(.*?)"[,}]', json.dumps(PARTS[part].model_json_schema()))
+    assert {json.loads(f'"{pattern}"') for pattern in patterns} <= FORMS.keys()
+
+
 def test_a_host_cache_without_a_prefix_cache_is_refused() -> None:
     with pytest.raises(ConfigurationError) as caught:
         resolve("worker", {"host_cache_gib": "8", "prefix_cache": False}, {}, EMPTY_FILE)
-    assert str(caught.value).startswith("host_cache_gib (from --host-cache-gib): needs prefix_cach")
+    assert str(caught.value).startswith("host_cache_gib (from --host-cache-gib 8): needs prefix_")
     kept: WorkerSettings = resolve("worker", {"host_cache_gib": "8"}, {}, EMPTY_FILE).settings
     assert kept.host_cache_gib == 8.0
     without = resolve("worker", {"prefix_cache": False}, {}, EMPTY_FILE).settings
@@ -232,7 +261,7 @@ def test_up_takes_the_machines_redis_where_nothing_else_names_one(
 
 
 def test_up_refuses_what_would_mean_two_things(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigurationUsage, match="max_queued belongs into a section"):
+    with pytest.raises(ConfigurationUsage, match="max_queued belongs in a section"):
         UpParts(write("max_queued: 7\n"), {})
     monkeypatch.setenv("RADIXGROVE_QUEUE_TIMEOUT", "7")
     with pytest.raises(ConfigurationUsage, match="section"):

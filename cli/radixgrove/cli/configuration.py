@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_args, get_origin
@@ -21,12 +21,13 @@ from pydantic.fields import FieldInfo
 
 from radixgrove.cli.parts import UpSettings
 from radixgrove.protocol.errors import InvalidInput
-from radixgrove.protocol.settings import RouterSettings, WorkerSettings
+from radixgrove.protocol.settings import FORMS, RouterSettings, WorkerSettings
 
 PREFIX = "RADIXGROVE_"
 CONFIG_VARIABLE = PREFIX + "CONFIG"
+API_KEY_VARIABLE = PREFIX + "API_KEY"
 # Read by the commands that talk to a running cluster; no settings of a part.
-CLIENT_VARIABLES = frozenset({PREFIX + name for name in ("URL", "API_KEY", "MANAGEMENT_URL")})
+CLIENT_VARIABLES = frozenset({API_KEY_VARIABLE, PREFIX + "URL", PREFIX + "MANAGEMENT_URL"})
 # Read by kernels and ranks where they are needed, in programs without settings too.
 ENGINE_VARIABLES = frozenset({PREFIX + name for name in ("CACHE_DIR", "PDL", "PEER_ALL_REDUCE")})
 PARTS: dict[str, type[BaseModel]] = {
@@ -35,6 +36,12 @@ PARTS: dict[str, type[BaseModel]] = {
     "up": UpSettings,
 }
 _MAX_FILE_BYTES = 1 << 20
+# In place of pydantic's words, which say how it reads a text.
+_EXPECTED = {
+    "int_parsing": "must be a whole number",
+    "float_parsing": "must be a number",
+    "bool_parsing": "must be true or false",
+}
 _MERGE = "tag:yaml.org,2002:merge"
 _SERVICE_LINK = re.compile(
     r"(.+?)_(SERVICE_HOST|SERVICE_PORT(?:_.+)?|PORT(?:_\d+_(?:TCP|UDP|SCTP)(?:_.+)?)?)"
@@ -152,9 +159,14 @@ def _section(path: str, part: str, content: Any) -> dict[str, Any]:
     return dict(content)
 
 
-def _unknown(kind: str, name: object, known: Any) -> str:
-    near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
-    return f"unknown {kind} '{name}'" + (f"; did you mean '{near[0]}'?" if near else "")
+def _unknown(kind: str, name: object, known: Iterable[str], prefix: str = "") -> str:
+    """
+    Args:
+        prefix: of `name` and all known ones: it would make any two of them alike.
+    """
+    own = str(name).removeprefix(prefix)
+    near = difflib.get_close_matches(own, [each.removeprefix(prefix) for each in known], n=1)
+    return f"unknown {kind} '{name}'" + (f"; did you mean '{prefix}{near[0]}'?" if near else "")
 
 
 def load_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -172,7 +184,8 @@ def load_environment(environ: Mapping[str, str]) -> dict[str, str]:
         if name in others:
             continue
         if name not in known:
-            raise ConfigurationError(_unknown("environment variable", name, known | others))
+            text = _unknown("environment variable", name, known | others, PREFIX)
+            raise ConfigurationError(text)
         if value:
             found[name.removeprefix(PREFIX).lower()] = value
     return found
@@ -217,15 +230,39 @@ def resolve(
     try:
         return Resolved(model.model_validate(values), sources)
     except ValidationError as error:
-        raise ConfigurationError(_explain(error, sources)) from None
+        raise ConfigurationError(_explain(error, model, sources)) from None
 
 
-def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
+def _explain(error: ValidationError, model: type[BaseModel], sources: Mapping[str, str]) -> str:
+    """Every wrong value: its name, its source and what would be right.
+
+    Values of flags are shown, which every user of the machine sees anyway. In a variable or a file
+    a secret may stand at the wrong place.
+    """
     lines = []
-    for detail in error.errors(include_url=False, include_input=False, include_context=False):
+    for detail in error.errors(include_url=False):
         name = str(detail["loc"][0]) if detail["loc"] else "settings"
-        lines.append(f"{name} (from {sources.get(name, 'settings')}): {detail['msg']}")
+        source = sources.get(name, "settings")
+        text = _EXPECTED.get(detail["type"]) or detail["msg"]
+        if detail["type"] == "string_pattern_mismatch":
+            text = FORMS.get(detail["ctx"]["pattern"], text)
+        if source == flag_of(name):
+            given = str(detail["input"])
+            source += f" {redact(given)}"
+            if is_list(model.model_fields[name]) and "," in given:
+                text += f"; one value each, as in {flag_of(name)} A {flag_of(name)} B"
+        lines.append(f"{name} (from {source}): {text}")
     return "; ".join(lines)
+
+
+def secret_hint(flag: str) -> str:
+    """Where a secret is given instead of by a flag of its name; empty for other names."""
+    fields = {name: field for model in PARTS.values() for name, field in model.model_fields.items()}
+    secrets = {PREFIX + name.upper() for name, field in fields.items() if is_secret(field)}
+    variable = PREFIX + flag.removeprefix("--").replace("-", "_").upper()
+    if variable not in secrets | {API_KEY_VARIABLE}:
+        return ""
+    return f" Secrets have no flag, since all users of a machine see those: set {variable}."
 
 
 def flag_of(name: str) -> str:

@@ -89,6 +89,12 @@ def _run(arguments: list[str] | None) -> int:
         open_standard_streams()
     try:
         result: Any = cli.main(args=arguments, prog_name="radixgrove", standalone_mode=False)
+    except click.NoSuchOption as error:
+        from radixgrove.cli.configuration import secret_hint
+
+        text = error.format_message() + secret_hint(error.option_name)
+        click.UsageError(text, error.ctx).show()
+        return error.exit_code
     except click.ClickException as error:
         error.show()
         return error.exit_code

@@ -71,7 +71,9 @@ class UpParts:
             )
         for name in AMBIGUOUS & file.common.keys():
             raise ConfigurationUsage(
-                ConfigurationError(f"{file.name}: under `up`, {name} belongs into a section")
+                ConfigurationError(
+                    f"{file.name}: under `up`, {name} belongs in a section, `router:` or `worker:`"
+                )
             )
         # `replicas` is `up`'s number here, the router's list of URLs elsewhere.
         own = {"replicas"}

@@ -120,7 +120,16 @@ def reveal(secret: SecretStr | None) -> str | None:
 
 
 Port = Annotated[int, Field(ge=0, le=65535)]  # 0: any free port
-CorsOrigin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s,?#*]+)$")]
+_ORIGIN = r"^(\*|[a-z][a-z0-9+.-]*://[^/\s,?#*]+)$"
+_PREFIX = r"^[A-Za-z0-9_.-]{1,64}$"
+_SERVICE = r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$"
+# For people: what a value must be that has one of these patterns.
+FORMS = {
+    _ORIGIN: "must be `*`, or like https://host[:port], without a path",
+    _PREFIX: "must be 1 to 64 letters, digits, `_`, `.` or `-`",
+    _SERVICE: "must be 1 to 63 of a-z, 0-9, `-` and `.`, and begin and end with a letter or digit",
+}
+CorsOrigin = Annotated[str, Field(pattern=_ORIGIN)]
 
 
 def _overlap(host: str, other: str) -> bool:
@@ -174,9 +183,7 @@ class Settings(BaseModel):
     redis_url: str | None = _field(
         None, "redis://[:password@]host:port/db shared by routers and workers.", everyday=True
     )
-    redis_prefix: str = _field(
-        "radixgrove", "Prefix of every Redis key.", pattern=r"^[A-Za-z0-9_.-]{1,64}$"
-    )
+    redis_prefix: str = _field("radixgrove", "Prefix of every Redis key.", pattern=_PREFIX)
     max_body_bytes: int = _field(8 << 20, "Largest request body, in bytes.", ge=1024, le=1 << 30)
     max_bodies_bytes: int = _field(
         256 << 20,
@@ -253,7 +260,7 @@ class WorkerSettings(Settings):
     service: str = _field(
         "default",
         "Name of the service: its replicas share an index, and serve one model.",
-        pattern=r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$",
+        pattern=_SERVICE,
     )
     replica_id: str | None = _field(
         None, "Stable name of this replica; host:port when absent.", max_length=128
@@ -499,7 +506,7 @@ class RouterSettings(Settings):
     model_table: str | None = _field(
         None,
         "Name of the operator's model table in Redis; only replicas it lists are served then.",
-        pattern=r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$",
+        pattern=_SERVICE,
     )
     metrics_key: SecretStr | None = _field(
         None, "Bearer key that opens `/metrics` of the API port, and nothing else."
