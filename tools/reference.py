@@ -5,6 +5,7 @@ The settings in configuration.md, and what api.md says is refused or ignored.
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -84,7 +85,14 @@ def updated(page: Path) -> str:
     return f"{head}{BEGIN}\n\n{PAGES[page]()}\n{END}{tail}"
 
 
-if __name__ == "__main__":
+def main(argv: list[str] | None = None) -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args(argv)
     for page in PAGES:
         page.write_text(updated(page))
         print(f"wrote {page.name}; flags look like {flag_of('max_running')}")
+
+
+if __name__ == "__main__":
+    main()

@@ -10,6 +10,7 @@ benchmarks/results/start_up.jsonl.
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -66,7 +67,11 @@ def ask_for_help(clone: Path, environment: dict[str, str]) -> float:
     return min(once() for _ in range(5))
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="radixgrove-start-") as scratch:
         clone = Path(scratch) / "clone"
         subprocess.run(["git", "clone", "--quiet", str(results.ROOT), str(clone)], check=True)

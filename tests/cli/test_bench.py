@@ -132,6 +132,11 @@ def test_all_failed_yields_no_latency_rows() -> None:
     assert not [metric for metric in found if metric.startswith("ttft")]
 
 
+def test_a_sender_of_requests_that_all_failed_has_spoilt_no_figures() -> None:
+    failed = [sample(error="HTTP 404", first=None)]
+    assert "warning" not in table(figures(failed, OBJECTIVE, [1.5]), failed, OBJECTIVE)
+
+
 class Endpoint(BaseHTTPRequestHandler):
     """A model that says two words, slowly, and breaks off when a prompt is long."""
 

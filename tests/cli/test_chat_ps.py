@@ -39,6 +39,8 @@ class Cluster(BaseHTTPRequestHandler):
     seen: list[tuple[str, str, Any, str | None]] = []
     replicas: list[dict[str, Any]] = []
     stream: list[str] = []
+    missing = False  # nothing is there, as at another port of a router
+    locked = False
 
     def _take(self) -> None:
         length = int(self.headers.get("content-length") or 0)
@@ -47,7 +49,12 @@ class Cluster(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self._take()
-        if self.path == "/status":
+        if self.missing:
+            error = {"message": f"Invalid URL (GET {self.path}).", "code": "unknown_url"}
+            self._answer({"error": error}, 404)
+        elif self.locked:
+            self._answer({"error": {"message": "Send it as 'Authorization: Bearer'."}}, 401)
+        elif self.path == "/status":
             answer = {"router": "r", "policy": "prefix", "redis": "up", "in_flight": 0}
             self._answer({**answer, "replicas": self.replicas})
         else:
@@ -85,6 +92,7 @@ def piece(text: str) -> str:
 @pytest.fixture
 def url() -> Iterator[str]:
     Cluster.seen, Cluster.replicas = [], [dict(REPLICA)]
+    Cluster.missing = Cluster.locked = False
     Cluster.stream = [piece("Par"), piece("is."), "[DONE]"]
     with serving(Cluster) as address:
         yield address
@@ -103,6 +111,54 @@ def test_ps_is_one_line_a_replica(url: str) -> None:
     assert Cluster.seen[0][3] == "Bearer k"
     as_json = radixgrove("ps", "--management-url", url, "--json")
     assert json.loads(as_json.stdout)["replicas"] == [REPLICA]
+
+
+PS, CHAT = ["ps", "--management-url"], ["chat", "--url"]
+
+
+@pytest.mark.parametrize(("command", "port"), [(PS, "8001"), (CHAT, "8000")])
+def test_another_port_is_answered_with_which_one_it_is(
+    url: str, command: list[str], port: str
+) -> None:
+    Cluster.missing = True
+    result = radixgrove(*command, url)
+    assert result.returncode == 3
+    assert re.search(rf"{url} has no \S+: {command[1]} is .*:{port} by default", result.stderr)
+
+
+def test_a_workers_management_port_is_no_routers(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cluster, "do_GET", lambda self: self._answer({"state": "ready"}))
+    result = radixgrove(*PS, url)
+    assert result.returncode == 3
+    assert f"{url} is no router's: --management-url is" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "variable"),
+    [
+        (PS, "RADIXGROVE_MANAGEMENT_KEY"),
+        (CHAT, "RADIXGROVE_API_KEY"),
+    ],
+)
+def test_a_key_that_is_asked_for_is_named_by_its_variable(
+    url: str, command: list[str], variable: str
+) -> None:
+    Cluster.locked = True
+    without = radixgrove(*command, url, OPENAI_API_KEY="")
+    wrong = radixgrove(*command, url, **{variable: "x"})
+    assert (without.returncode, wrong.returncode) == (3, 3)
+    assert f"{url} asks for a key: set {variable}\n" in without.stderr
+    assert f"{url} refuses the key of {variable}\n" in wrong.stderr
+    if command is CHAT:
+        other = radixgrove(*command, url, OPENAI_API_KEY="x")
+        assert f"{url} refuses the key of OPENAI_API_KEY\n" in other.stderr
+
+
+@pytest.mark.parametrize("wrong", ["http://127.0.0.1:99999", "ftp://127.0.0.1", "http://"])
+def test_a_url_that_is_none_is_a_wrong_value(wrong: str) -> None:
+    result = radixgrove(*CHAT, wrong, "hello")
+    assert result.returncode == 2
+    assert f"'{wrong}' is not like http://127.0.0.1:8000" in result.stderr
 
 
 def test_ages_are_short() -> None:

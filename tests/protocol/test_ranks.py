@@ -31,9 +31,10 @@ def test_groups_that_this_version_runs(group: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("group", "words"),
     [
-        ({"ranks": 8}, r"8 ranks on 1 nodes, and tp 1 \* pp 1 \* dp 1 is 1"),
+        ({"ranks": 8}, r"8 ranks on 1 node, and tp 1 \* pp 1 \* dp 1 is 1"),
         ({"tp": 3, "pp": 4, "ranks": 12, "nodes": 3}, "tp must divide the ranks of a machine"),
         ({"pp": 3, "ranks": 3, "nodes": 2}, "nodes must divide"),
+        ({"ep": 2}, "^the group has 1 rank on 1 node, and ep 2"),
         (
             {"tp": 4, "ep": 3, "ranks": 4},
             r"ep 3 does not divide tp \* dp, which is 4; possible: 1, 2, 4$",

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import click
@@ -18,6 +18,38 @@ from radixgrove.service import exit_codes
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_MANAGEMENT_URL = "http://127.0.0.1:8001"
 _MAX_ANSWER = 64 << 20
+_UNKNOWN_URL = "unknown_url"  # code of the error, as `protocol.openai.errors` gives it
+
+
+class _Access(NamedTuple):
+    """How people say where one of a router's ports is, and what opens it."""
+
+    flag: str
+    address: str
+    key_variables: tuple[str, ...]  # the first that is set counts
+
+    def key(self) -> str | None:
+        """From the environment: a command line is everyone's to read."""
+        return next(filter(None, map(_variable, self.key_variables)), None)
+
+    def key_needed(self, where: str) -> str:
+        """What to do about a key that is refused, or asked for."""
+        source = next(filter(_variable, self.key_variables), None)
+        if source is None:
+            return f"{where} asks for a key: set {self.key_variables[0]}"
+        return f"{where} refuses the key of {source}"
+
+
+_API = _Access(
+    "--url",
+    f"the API's address ({DEFAULT_URL} by default)",
+    ("RADIXGROVE_API_KEY", "OPENAI_API_KEY"),
+)
+_MANAGEMENT = _Access(
+    "--management-url",
+    f"the address of a router's management port ({DEFAULT_MANAGEMENT_URL} by default)",
+    ("RADIXGROVE_MANAGEMENT_KEY",),
+)
 
 
 class Unreachable(PeerError, click.ClickException):
@@ -51,7 +83,8 @@ def request(
         Unreachable: no connection, or it broke.
         RequestRefused: an error status.
     """
-    parts = urlsplit(url if "://" in url else f"http://{url}")
+    parts = urlsplit(_with_scheme(url))
+    where = f"{parts.scheme}://{parts.netloc}"
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.hostname or "127.0.0.1", parts.port, timeout=timeout)
     sent = {"content-type": "application/json", **(headers or {})}
@@ -63,10 +96,9 @@ def request(
         connection.request(method, prefix + path, body=data, headers=sent)
         response = connection.getresponse()
         if response.status >= http.client.BAD_REQUEST:
-            raise _failure(response)
+            raise _failure(response, where, path)
         yield response
     except (OSError, http.client.HTTPException) as error:
-        where = f"{parts.scheme}://{parts.netloc}"
         raise Unreachable(f"{where} does not answer: {error or type(error).__name__}") from error
     finally:
         connection.close()
@@ -101,24 +133,37 @@ def events(response: http.client.HTTPResponse) -> Iterator[Any]:
     raise Unreachable("the stream ended early: the answer is incomplete")
 
 
-def _failure(response: http.client.HTTPResponse) -> click.ClickException:
+def _failure(response: http.client.HTTPResponse, where: str, path: str) -> click.ClickException:
     body = response.read(1 << 16)
+    code = None
     try:
-        message = str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+        error = json.loads(body)["error"]
+        message, code = str(error["message"]), error.get("code")
+    except (ValueError, KeyError, TypeError, AttributeError):
         message = http.client.responses.get(response.status, "error")
+        code = _UNKNOWN_URL
+    access = _API if path.startswith("/v1/") else _MANAGEMENT
     if response.status == http.client.UNAUTHORIZED:
-        return Unreachable(message)
+        return Unreachable(access.key_needed(where))
+    if response.status == http.client.NOT_FOUND and code == _UNKNOWN_URL:
+        return Unreachable(f"{where} has no {path}: {access.flag} is {access.address}")
     return RequestRefused(response.status, message)
 
 
+def router_status(url: str) -> dict[str, Any]:
+    """What a router says of itself and its replicas."""
+    status = fetch(url, "GET", "/status", key=management_key())
+    if not isinstance(status, dict) or "replicas" not in status:
+        raise Unreachable(f"{url} is no router's: {_MANAGEMENT.flag} is {_MANAGEMENT.address}")
+    return status
+
+
 def management_key() -> str | None:
-    """Keys come from the environment: a command line is everyone's to read."""
-    return _variable("RADIXGROVE_MANAGEMENT_KEY")
+    return _MANAGEMENT.key()
 
 
 def api_key() -> str | None:
-    return _variable("RADIXGROVE_API_KEY") or _variable("OPENAI_API_KEY")
+    return _API.key()
 
 
 def _variable(name: str) -> str | None:
@@ -126,8 +171,30 @@ def _variable(name: str) -> str | None:
     return os.environ.get(name, "").strip() or None
 
 
+def _with_scheme(url: str) -> str:
+    return url if "://" in url else f"http://{url}"
+
+
+class _Address(click.ParamType[str]):
+    """`http://host:port`, where the scheme may be left out."""
+
+    name = "url"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        url = _with_scheme(value)
+        try:
+            parts = urlsplit(url)
+            good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:
+            good = False
+        if not good:
+            self.fail(f"{value!r} is not like {DEFAULT_URL}", param, ctx)
+        return url
+
+
 url_option = click.option(
     "--url",
+    type=_Address(),
     envvar="RADIXGROVE_URL",
     default=DEFAULT_URL,
     show_default=True,
@@ -135,6 +202,7 @@ url_option = click.option(
 )
 management_url_option = click.option(
     "--management-url",
+    type=_Address(),
     envvar="RADIXGROVE_MANAGEMENT_URL",
     default=DEFAULT_MANAGEMENT_URL,
     show_default=True,

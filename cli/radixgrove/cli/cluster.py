@@ -33,6 +33,7 @@ from radixgrove.cli.resolving import UpParts
 from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.keys import router_key
 from radixgrove.protocol.settings import Device, RouterSettings, WorkerSettings, reveal
+from radixgrove.protocol.words import counted
 from radixgrove.service import machine
 from radixgrove.service.children import Sink
 from radixgrove.service.listening import API, MANAGEMENT, bound_socket
@@ -48,11 +49,6 @@ _ID = re.compile(r"[0-9a-f]{8}")
 
 class ClusterError(StartFailed):
     """The cluster cannot start; the text says what to change."""
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 replica`, `2 replicas`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def plan_gpus(replicas: int, tp: int, visible: list[str]) -> list[list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from radixgrove.protocol.errors import InvalidInput
+from radixgrove.protocol.words import counted
 
 
 class UnsupportedRanks(InvalidInput):
@@ -17,13 +18,14 @@ def check_places(*, tp: int, ranks: int, nodes: int) -> None:
     """
     if ranks % nodes:
         raise UnsupportedRanks(
-            f"{ranks} ranks are not equally many on each of {nodes} machines; nodes must divide "
-            "tp * pp * dp"
+            f"{counted(ranks, 'rank')} cannot be shared out evenly among {nodes} machines; nodes "
+            "must divide tp * pp * dp"
         )
     if (ranks // nodes) % tp:
         raise UnsupportedRanks(
-            f"{ranks // nodes} ranks on each of {nodes} machines would leave the tp {tp} ranks of "
-            "a stage on two of them; tp must divide the ranks of a machine"
+            f"{counted(ranks // nodes, 'rank')} on each of {counted(nodes, 'machine')} would "
+            f"leave the tp {tp} ranks of a stage on two of them; tp must divide the ranks of a "
+            "machine"
         )
 
 
@@ -33,7 +35,7 @@ def check_ranks(*, tp: int, pp: int, dp: int, ep: int, ranks: int, nodes: int) -
     Raises:
         UnsupportedRanks: the message names the group and what is wrong with it.
     """
-    group = f"the group has {ranks} ranks on {nodes} nodes"
+    group = f"the group has {counted(ranks, 'rank')} on {counted(nodes, 'node')}"
     if ranks != tp * pp * dp:
         raise UnsupportedRanks(f"{group}, and tp {tp} * pp {pp} * dp {dp} is {tp * pp * dp}")
     check_places(tp=tp, ranks=ranks, nodes=nodes)
@@ -50,6 +52,7 @@ def check_ranks(*, tp: int, pp: int, dp: int, ep: int, ranks: int, nodes: int) -
         )
     if dp > 1 and (ranks // nodes) % (tp * pp):
         raise UnsupportedRanks(
-            f"{group} in dp {dp} members, and {ranks // nodes} ranks of a machine are not whole "
-            f"members of tp {tp} * pp {pp}: a member beside others is on one machine, so far"
+            f"{group} in dp {dp} members, and {counted(ranks // nodes, 'rank')} on a machine make "
+            f"no whole members of tp {tp} * pp {pp}: a member beside others is on one machine, so "
+            "far"
         )

@@ -65,19 +65,17 @@ class ApiKeys:
         for number, line in enumerate(text.splitlines(), start=1):
             if not line.strip() or line.lstrip().startswith("#"):
                 continue
+            where = f"line {number} of the API key file {path}"
             name, separator, key = line.partition(":")
             name, key = name.strip(), key.strip()
             if not separator or not key or not PRINCIPAL_PATTERN.match(name):
-                raise KeyFileError(f"line {number} of the API key file is not 'principal: key'")
+                raise KeyFileError(f"{where} is not 'principal: key'")
             if not (key.isascii() and key.isprintable()):
-                raise KeyFileError(
-                    f"line {number} of the API key file has a key that headers cannot carry: "
-                    "use ASCII"
-                )
+                raise KeyFileError(f"{where} has a key that headers cannot carry: use ASCII")
             if name in RESERVED_PRINCIPALS:
-                raise KeyFileError(f"line {number} of the API key file uses a reserved principal")
+                raise KeyFileError(f"{where} uses a reserved principal")
             if key in principals:
-                raise KeyFileError(f"line {number} of the API key file repeats a key")
+                raise KeyFileError(f"{where} repeats a key")
             principals[key] = name
         return cls(principals)
 

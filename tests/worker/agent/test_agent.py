@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from radixgrove.protocol.keys import ServiceKeys
 from radixgrove.protocol.registry import Lease, LeaseState, Registration
+from radixgrove.protocol.words import counted
 from radixgrove.service import exit_codes
 from radixgrove.service.directories import remove_abandoned
 from tests.conftest import RedisServer, find_free_port, wait_until
@@ -282,7 +283,7 @@ def test_ranks_that_would_stay_idle_are_refused(
         }
     )
     assert code == 1
-    assert f"the group has {ranks} ranks on {nodes} nodes" in output
+    assert f"the group has {ranks} ranks on {counted(nodes, 'node')}" in output
     assert "tp 1 * pp 1 * dp 1 is 1" in output
 
 

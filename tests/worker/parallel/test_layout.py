@@ -45,7 +45,7 @@ def test_every_rank_has_one_place_and_no_stage_leaves_its_machine(
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        ((3, 1, 1, 2), "are not equally many on each of 2 machines"),
+        ((3, 1, 1, 2), "cannot be shared out evenly among 2 machines"),
         ((3, 4, 1, 3), "tp must divide the ranks of a machine"),
         ((3, 2, 1, 3), "tp must divide the ranks of a machine"),
     ],

@@ -115,6 +115,8 @@ def table(found: Sequence[Figure], samples: Sequence[Sample], objective: Objecti
     for reason, count in errors.most_common():
         said = next((s.said for s in samples if s.error == reason and s.said), "")
         lines.append(f"failed: {count} x {reason}{said and f', such as: {said}'}")
+    if all(sample.error is not None for sample in samples):
+        return "\n".join(lines)  # nothing was measured that a busy sender could spoil
     values = {figure.metric: figure.value for figure in found}
     if (delay := values["send delay p99"]) > _LATE_MS:
         lines.append(f"warning: requests left up to {delay:.0f} ms late: {_REMEDY}")

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import click
 
-from radixgrove.cli.client import fetch, management_key, management_url_option
+from radixgrove.cli.client import fetch, management_key, management_url_option, router_status
 from radixgrove.service import exit_codes
 
 _POLL_SECONDS = 0.5
@@ -23,14 +23,13 @@ _POLL_SECONDS = 0.5
 )
 @management_url_option
 def drain(replica: str, wait: bool, timeout: float, management_url: str) -> int:
-    key = management_key()
     _tell(management_url, replica, "drain")
     if not wait:
         click.echo(f"{replica} is draining; `radixgrove ps` shows what it still runs")
         return exit_codes.OK
     deadline = time.monotonic() + timeout
     while True:
-        left = _left(fetch(management_url, "GET", "/status", key=key), replica)
+        left = _left(router_status(management_url), replica)
         if left == 0:
             click.echo(f"{replica} is drained")
             return exit_codes.OK

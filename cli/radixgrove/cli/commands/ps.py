@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from radixgrove.cli.client import fetch, management_key, management_url_option
+from radixgrove.cli.client import management_url_option, router_status
 
 _HEADS = (
     *("REPLICA", "MODEL", "STATE", "RUN", "QUEUE", "QUEUED TOKENS"),
@@ -22,7 +22,7 @@ _HEADS = (
 @management_url_option
 @click.option("--json", "as_json", is_flag=True, help="Print the router's own answer.")
 def ps(management_url: str, as_json: bool) -> None:
-    status = fetch(management_url, "GET", "/status", key=management_key())
+    status = router_status(management_url)
     if as_json:
         click.echo(json.dumps(status, indent=2))
         return

@@ -15,13 +15,14 @@ from typing import Any
 
 import click
 
-from radixgrove.cli.cluster import Cluster, Signals, counted
+from radixgrove.cli.cluster import Cluster, Signals
 from radixgrove.cli.demonstration import QUESTION, demonstrate
 from radixgrove.cli.options import SettingsCommand, setting_options
 from radixgrove.cli.part_logs import PartLogs, default_directory, show
 from radixgrove.cli.parts import AMBIGUOUS
 from radixgrove.cli.resolving import UpParts
 from radixgrove.protocol.errors import StartFailed
+from radixgrove.protocol.words import counted
 from radixgrove.service import exit_codes, logs
 from radixgrove.service.directories import private_directory
 
