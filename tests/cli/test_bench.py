@@ -250,6 +250,12 @@ def test_a_refusal_is_shown_with_the_servers_reason(endpoint: str) -> None:
     assert "failed: 2 x HTTP 400, such as: too long\n" in result.stdout
 
 
+def test_a_prefix_longer_than_the_input_is_a_wrong_value(endpoint: str) -> None:
+    result = radixgrove("bench", "serve", "--url", endpoint, "--input-tokens", "64")
+    assert result.returncode == 2
+    assert "--prefix-tokens 256, must be shorter than the input, --input-tokens 64" in result.stderr
+
+
 def test_two_loops_at_once_are_refused() -> None:
     result = radixgrove("bench", "serve", "--rate", "1", "--concurrency", "1")
     assert result.returncode == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import uuid
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 from radixgrove.cli.cluster import Cluster, ClusterError, plan_gpus
 from radixgrove.cli.redis_server import free_ports
 from radixgrove.cli.resolving import UpParts
+from radixgrove.protocol.errors import StartFailed
+from radixgrove.service import exit_codes
 from tests.conftest import RedisServer
 
 
@@ -34,6 +37,24 @@ def test_what_is_tried_instead_fits_the_gpus_there_are(
 ) -> None:
     with pytest.raises(ClusterError, match=said):
         plan_gpus(replicas, tp, [str(index) for index in range(offered)])
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "said"),
+    [
+        ({"api_keys_file": "/nope"}, exit_codes.USAGE, "/nope cannot be read"),
+        ({"model": "/nope"}, exit_codes.MODEL, "'/nope' is not a directory"),
+    ],
+)
+async def test_a_cluster_ends_with_the_code_of_what_is_wrong(
+    tmp_path: Path, redis_server: RedisServer, flags: dict[str, str], code: int, said: str
+) -> None:
+    where = {"redis_url": redis_server.url, "port": free_ports(1)[0], "management_port": 0}
+    made = cluster(tmp_path / "a", replicas=1, **where, **flags)
+    with pytest.raises(StartFailed, match=said) as ended:
+        await made.start()
+    await made.stop(asyncio.Event())
+    assert exit_codes.of(ended.value) == code
 
 
 async def test_a_redis_that_does_not_answer_is_named_before_any_part_starts(

@@ -129,16 +129,16 @@ def test_completion_completes_commands_and_flags() -> None:
 def test_a_router_that_cannot_start_says_why_in_one_line(processes: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        for flags, reason in [
-            (["--port", port], f"cannot listen on 127.0.0.1 port {port}"),
-            (["--api-keys-file", "/does/not/exist"], "the API key file /does/not/exist cannot be"),
-            (["--redis-url", "http://:pa55@host"], "redis_url is not like redis://"),
-            (["--replicas", "http://me:pa55@host"], "a URL in `replicas` has credentials"),
+        for flags, reason, code in [
+            (["--port", port], f"cannot listen on 127.0.0.1 port {port}", 1),
+            (["--api-keys-file", "/nope"], "the API key file /nope cannot be read", 2),
+            (["--redis-url", "http://:pa55@host"], "redis_url is not like redis://", 2),
+            (["--replicas", "http://me:pa55@host"], "a URL in `replicas` has credentials", 2),
         ]:
             result = radixgrove(
                 "router", "--port", "0", "--management-port", "0", "--processes", processes, *flags
             )
-            assert result.returncode == 1
+            assert result.returncode == code
             assert reason in result.stderr
             assert "Traceback" not in result.stderr
             assert "pa55" not in result.stderr
@@ -156,7 +156,7 @@ def test_a_worker_refuses_such_settings_before_it_looks_for_a_model(
     flags: list[str], reason: str
 ) -> None:
     result = radixgrove("worker", "--model", "/does/not/exist/either", *flags)
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert reason in result.stderr
     assert "Traceback" not in result.stderr
     assert "pa55" not in result.stderr

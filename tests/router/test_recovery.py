@@ -33,6 +33,7 @@ from radixgrove.router.recovery import (
     refusal,
 )
 from radixgrove.router.replicas import MIN_OPEN_SECONDS, Breaker, Replica
+from radixgrove.service import exit_codes
 from tests.conftest import RedisServer, find_free_port
 from tests.router.conftest import MakeReplica, MakeRouter
 from tests.router.harness import MODEL, Answer, Router, completion, eventually, prompt
@@ -629,5 +630,6 @@ async def test_the_tokenizer_comes_from_another_replica_where_one_hangs(
     "replica", ["http://[half", "m=ftp://host", "host:8000", "http://host:99999"]
 )
 def test_a_static_replica_that_has_no_address_is_refused_at_the_start(replica: str) -> None:
-    with pytest.raises(RouterStartError, match="no HTTP address"):
+    with pytest.raises(RouterStartError, match="no HTTP address") as refused:
         check(RouterSettings(replicas=[replica]))
+    assert exit_codes.of(refused.value) == exit_codes.USAGE

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from radixgrove.protocol.settings import RouterSettings, WorkerSettings
+from radixgrove.service import exit_codes
 from radixgrove.service.listening import (
     BindingError,
     bound_socket,
@@ -104,8 +105,10 @@ def test_management_leaves_the_machine_only_with_a_key(
     kind: type[WorkerSettings | RouterSettings],
 ) -> None:
     open_to_all = kind(management_host="0.0.0.0", management_port=0)
-    with pytest.raises(BindingError, match=r"0\.0\.0\.0 is not loopback: set management_key"):
+    open_without_key = r"0\.0\.0\.0 is not loopback: set management_key"
+    with pytest.raises(BindingError, match=open_without_key) as refused:
         listen_for_management(open_to_all)
+    assert exit_codes.of(refused.value) == exit_codes.USAGE
     for settings in (
         kind(management_host="127.0.0.1", management_port=0),
         kind(management_host="0.0.0.0", management_port=0, management_key="m"),

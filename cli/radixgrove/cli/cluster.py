@@ -34,7 +34,7 @@ from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.keys import router_key
 from radixgrove.protocol.settings import Device, RouterSettings, WorkerSettings, reveal
 from radixgrove.protocol.words import counted
-from radixgrove.service import machine
+from radixgrove.service import exit_codes, machine
 from radixgrove.service.children import Sink
 from radixgrove.service.listening import API, MANAGEMENT, bound_socket
 from radixgrove.service.probing import is_ready, local_address
@@ -48,7 +48,11 @@ _ID = re.compile(r"[0-9a-f]{8}")
 
 
 class ClusterError(StartFailed):
-    """The cluster cannot start; the text says what to change."""
+    """The cluster cannot start; the text says what to change, `code` is the exit code."""
+
+    def __init__(self, message: str, code: int = exit_codes.FAILED) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def plan_gpus(replicas: int, tp: int, visible: list[str]) -> list[list[str]]:
@@ -157,7 +161,12 @@ class Cluster:
 
         Raises:
             ClusterError: a part ended or did not become ready in time.
+            UnusableSettings, BindingError: see `check_settings`.
         """
+        from radixgrove.service.settings_check import check_settings
+
+        check_settings(self.router)
+        check_settings(self.workers[0])
         _check_ports_free(self.router)
         gpus = self._gpus()
         if self._redis is not None:
@@ -277,7 +286,7 @@ class Cluster:
                     try:
                         part.failed.result()
                     except ChildFailed as error:
-                        raise ClusterError(str(error)) from None
+                        raise ClusterError(str(error), _code(error)) from None
             if time.monotonic() > deadline:
                 complaint = asked.child.last_complaint()
                 raise ClusterError(
@@ -298,6 +307,12 @@ class Cluster:
             return False
         ready = Counter(e["group"] for e in status["replicas"] if e["state"] == "ready")
         return all(ready[worker.replica_id] == worker.dp for worker in self.workers)
+
+
+def _code(error: ChildFailed) -> int:
+    """That of a part which says that its settings or its model are to blame."""
+    passed_on = error.status in (exit_codes.USAGE, exit_codes.MODEL)
+    return error.status if error.status is not None and passed_on else exit_codes.FAILED
 
 
 async def _await_redis(settings: RouterSettings, seconds: float) -> None:

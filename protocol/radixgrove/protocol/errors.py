@@ -37,6 +37,7 @@ class RadixgroveError(Exception):
     │   └── Malformed
     ├── StartFailed                  a process cannot start, or go on
     │   ├── AgentError
+    │   │   └── UnusableGroup
     │   ├── RouterStartError
     │   ├── ClusterError
     │   ├── BindingError

@@ -29,7 +29,9 @@ KILL_SECONDS = 5.0  # beyond `drain_timeout`
 
 
 class RouterStartError(StartFailed):
-    """The router cannot start; the text says what to change."""
+    """`replicas` are none; the text says what to change."""
+
+    code = exit_codes.USAGE
 
 
 def run(settings: RouterSettings) -> int:
@@ -44,7 +46,7 @@ def run(settings: RouterSettings) -> int:
             asyncio.run(_supervise(settings, directory))
     except StartFailed as error:
         logger.error("%s", error)
-        return exit_codes.FAILED
+        return exit_codes.of(error)
     return 0
 
 
@@ -68,7 +70,7 @@ def run_process(settings: RouterSettings, index: int, shared: Path | None) -> in
         uvloop.run(serve())
     except StartFailed as error:
         logger.error("%s", error)
-        return exit_codes.FAILED
+        return exit_codes.of(error)
     return 0
 
 

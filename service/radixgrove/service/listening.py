@@ -9,13 +9,19 @@ from typing import NamedTuple
 
 from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.settings import RouterSettings, WorkerSettings
+from radixgrove.service import exit_codes
 
 # Of an address that is none of this machine's, whatever the port.
 _OF_THE_HOST = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL)
 
 
 class BindingError(StartFailed):
-    """A port cannot be opened as configured; the text says what to change."""
+    """A port cannot be opened as configured; the text says what to change, `code` is the exit
+    code."""
+
+    def __init__(self, message: str, code: int = exit_codes.FAILED) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class Listener(NamedTuple):
@@ -85,7 +91,8 @@ def check_management(settings: WorkerSettings | RouterSettings) -> None:
     if settings.management_key is None and not is_loopback(settings.management_host):
         raise BindingError(
             f"management_host {settings.management_host} is not loopback: set management_key "
-            "(RADIXGROVE_MANAGEMENT_KEY), or listen on 127.0.0.1"
+            "(RADIXGROVE_MANAGEMENT_KEY), or listen on 127.0.0.1",
+            exit_codes.USAGE,
         )
 
 

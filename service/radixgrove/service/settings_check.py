@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.settings import RouterSettings, WorkerSettings
+from radixgrove.service import exit_codes
 from radixgrove.service.auth import ApiKeys, KeyFileError
 from radixgrove.service.listening import check_management
 from radixgrove.service.redis_rules import RedisAddress
@@ -11,6 +12,8 @@ from radixgrove.service.redis_rules import RedisAddress
 
 class UnusableSettings(StartFailed):
     """A setting leads to nothing that can be used; the text says which and what is wrong."""
+
+    code = exit_codes.USAGE
 
 
 def check_settings(settings: WorkerSettings | RouterSettings) -> None:

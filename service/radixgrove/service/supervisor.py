@@ -23,9 +23,14 @@ class ChildFailed(StartFailed):
     """A child cannot be started; or it ended, or hung and was killed, and is not started again. The
     text says how."""
 
-    def __init__(self, message: str, *, hung: bool) -> None:
+    def __init__(self, message: str, *, hung: bool, status: int | None = None) -> None:
+        """
+        Args:
+            status: the child's, where it ended by itself.
+        """
         super().__init__(message)
         self.hung = hung
+        self.status = status
 
 
 class Supervised:
@@ -125,7 +130,8 @@ class Supervised:
                 return
             obituary = hung or self.child.obituary()
             if not (self._restart and self._ready):
-                raise ChildFailed(obituary, hung=hung is not None)
+                status = None if hung else self.child.process.returncode
+                raise ChildFailed(obituary, hung=hung is not None, status=status)
             if time.monotonic() - started > SETTLED_SECONDS:
                 backoff = FIRST_BACKOFF
             backoff = await self._start_again(obituary, backoff)

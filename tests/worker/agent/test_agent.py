@@ -282,7 +282,7 @@ def test_ranks_that_would_stay_idle_are_refused(
             "WORLD_SIZE": str(ranks),
         }
     )
-    assert code == 1
+    assert code == exit_codes.USAGE
     assert f"the group has {ranks} ranks on {counted(nodes, 'node')}" in output
     assert "tp 1 * pp 1 * dp 1 is 1" in output
 
@@ -406,7 +406,7 @@ def test_management_on_all_addresses_answers_in_both_families(start_agent: Start
 
 def test_management_without_key_stays_on_loopback(refused_agent: RefusedAgent) -> None:
     code, output = refused_agent(management_host="0.0.0.0")
-    assert code == 1
+    assert code == exit_codes.USAGE
     assert "set management_key" in output
 
 

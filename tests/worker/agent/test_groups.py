@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.service import exit_codes
 from radixgrove.worker.agent.preparation import AgentError, check_group, with_group
 
 LAUNCHED = {
@@ -50,6 +51,7 @@ def test_two_machines_that_know_their_place_and_have_a_key_may_start(node_rank: 
     ("changes", "words"),
     [
         ({"node_rank": 2}, "node_rank 2 is none of 2 machines"),
+        ({"node_rank": 1, "nodes": 1}, "node_rank 1 is none of 1 machine, from 0"),
         ({"master": None}, "needs --master HOST:PORT"),
         ({"master": "10.0.0.1"}, "'10.0.0.1' is not host:port"),
         ({"internal_key": None}, "needs internal_key"),
@@ -58,5 +60,6 @@ def test_two_machines_that_know_their_place_and_have_a_key_may_start(node_rank: 
     ],
 )
 def test_other_groups_are_refused_in_words(changes: dict[str, object], words: str) -> None:
-    with pytest.raises(AgentError, match=words):
+    with pytest.raises(AgentError, match=words) as refused:
         check_group(settings(**{**TWO, **changes}), {})
+    assert refused.value.code == exit_codes.USAGE

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from radixgrove.service import exit_codes
 from tests.conftest import find_free_port, wait_until
 from tests.worker.agent.conftest import AgentProcess, StartAgent
 
@@ -104,7 +105,7 @@ def test_only_a_machine_with_frontends_needs_their_keys(
 ) -> None:
     settings = {"dp": 2, "nodes": 2, "internal_key": "a key", "api_keys_file": str(tmp_path / "no")}
     settings["master"] = f"127.0.0.1:{find_free_port()}"
-    assert start_agent(**settings, node_rank=0).end() == 1
+    assert start_agent(**settings, node_rank=0).end() == exit_codes.USAGE
     start_agent(**settings, node_rank=1).wait_for("management port")
     (tmp_path / "joined").touch()
     monkeypatch.setenv("GROUP_MARKER", str(tmp_path / "joined"))

@@ -134,7 +134,10 @@ def synthesize(
     if not 0 < requests <= _MAX_REQUESTS:
         raise WorkloadError(f"between 1 and {_MAX_REQUESTS} requests can be sent")
     if prefix_tokens >= input_tokens:
-        raise WorkloadError("the shared prefix must be shorter than the input")
+        raise WorkloadError(
+            f"the shared prefix, --prefix-tokens {prefix_tokens}, must be shorter than the input, "
+            f"--input-tokens {input_tokens}"
+        )
     source = random.Random(seed)
     characters = int(prefix_tokens * _CHARACTERS_A_TOKEN)
     rest = max(1, int((input_tokens - prefix_tokens) * _CHARACTERS_A_TOKEN))

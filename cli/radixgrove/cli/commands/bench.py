@@ -211,7 +211,7 @@ def _plan(load: _Load) -> list[PlannedRequest]:
                 seed=load.seed,
             )
     except WorkloadError as error:
-        raise click.ClickException(str(error)) from None
+        raise click.UsageError(str(error)) from None
     if load.chat and any(request.token_ids is not None for request in planned):
         raise click.UsageError("a chat has messages: token ids need --completions")
     return planned if load.rate is None else list(spread(planned, load.rate, load.seed))

@@ -45,7 +45,8 @@ def _up(
                 return asyncio.run(_run(parts, private, part_logs, show_requests))
         except StartFailed as error:
             logs.STDERR.flush()  # the reason comes last
-            raise click.ClickException(f"{error}\nLogs: {directory}") from None
+            click.ClickException(f"{error}\nLogs: {directory}").show()
+            return exit_codes.of(error)
 
 
 async def _run(parts: UpParts, directory: Path, part_logs: PartLogs, show_requests: bool) -> int:

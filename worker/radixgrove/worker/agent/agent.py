@@ -110,7 +110,7 @@ def run(settings: WorkerSettings, modules: Modules = Modules()) -> int:
         return exit_codes.MODEL
     except StartFailed as error:
         _log.error("%s", error)
-        return getattr(error, "code", exit_codes.FAILED)
+        return exit_codes.of(error)
 
 
 def _runtime(directory: Path, settings: WorkerSettings, model_dir: Path) -> Runtime:

@@ -107,7 +107,7 @@ class Machine:
         except (AgentError, ChildFailed) as error:
             why = str(error)
             _log.error("%s", error)
-            return getattr(error, "code", exit_codes.FAILED)
+            return exit_codes.of(error)
         finally:
             if self._relay is not None:
                 await asyncio.to_thread(self._relay.close, why)

@@ -12,6 +12,7 @@ from pathlib import Path
 from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.ranks import UnsupportedRanks, check_ranks
 from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.protocol.words import counted
 from radixgrove.service import exit_codes, logs
 from radixgrove.service.supervisor import Supervised
 from radixgrove.worker.agent import demo_model
@@ -49,19 +50,26 @@ class AgentError(StartFailed):
         self.code = code
 
 
+class UnusableGroup(AgentError):
+    """Settings, or variables of a launcher, that make no group."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, exit_codes.USAGE)
+
+
 def with_group(settings: WorkerSettings, environ: Mapping[str, str]) -> WorkerSettings:
     """Fill in, from the variables that launchers of groups set, where this machine stands in its
     group; what is set otherwise goes first.
 
     Raises:
-        AgentError: a variable is no number of machines.
+        UnusableGroup: a variable is no number of machines.
     """
     found: dict[str, int | str] = {}
     for field, variable in (("nodes", "NNODES"), ("node_rank", "NODE_RANK")):
         value = environ.get(variable)
         if value is not None and field not in settings.model_fields_set:
             if not value.isdecimal() or (field == "nodes" and int(value) < 1):
-                raise AgentError(f"{variable} is {value!r}, which is no number of machines")
+                raise UnusableGroup(f"{variable} is {value!r}, which is no number of machines")
             found[field] = int(value)
     if settings.master is None and "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
         found["master"] = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
@@ -74,38 +82,37 @@ def check_group(settings: WorkerSettings, environ: Mapping[str, str]) -> None:
     The operator says in the environment how many ranks a group has.
 
     Raises:
-        AgentError: the text says which setting to change.
+        UnusableGroup: the text says which setting to change.
     """
     tp, pp, dp = settings.tp, settings.pp, settings.dp
     ranks = tp * pp * dp
     if "GROUP_MARKER" in environ:
         said = environ.get("WORLD_SIZE", "")
         if not said.isdecimal():
-            raise AgentError(f"WORLD_SIZE is {said!r}, which is no number")
+            raise UnusableGroup(f"WORLD_SIZE is {said!r}, which is no number")
         ranks = int(said)
     try:
         check_ranks(tp=tp, pp=pp, dp=dp, ep=settings.ep, ranks=ranks, nodes=settings.nodes)
     except UnsupportedRanks as error:
-        raise AgentError(str(error)) from error
+        raise UnusableGroup(str(error)) from error
+    if settings.node_rank >= settings.nodes:
+        machines = counted(settings.nodes, "machine")
+        raise UnusableGroup(f"node_rank {settings.node_rank} is none of {machines}, from 0")
     if settings.nodes > 1:
         _check_machines(settings)
 
 
 def _check_machines(settings: WorkerSettings) -> None:
-    if settings.node_rank >= settings.nodes:
-        raise AgentError(
-            f"node_rank {settings.node_rank} is none of {settings.nodes} machines, from 0"
-        )
     if settings.master is None:
-        raise AgentError(
+        raise UnusableGroup(
             f"a group of {settings.nodes} machines needs --master HOST:PORT, where machine 0 is met"
         )
     try:
         MeetingPoint.at(settings.master)
     except ValueError as error:
-        raise AgentError(str(error)) from error
+        raise UnusableGroup(str(error)) from error
     if settings.internal_key is None and settings.cluster_secret is None:
-        raise AgentError(
+        raise UnusableGroup(
             "a group of several machines needs internal_key (RADIXGROVE_INTERNAL_KEY): its ranks "
             "prove themselves by it"
         )
