@@ -132,7 +132,7 @@ FORMS = {
 CorsOrigin = Annotated[str, Field(pattern=_ORIGIN)]
 
 
-def _overlap(host: str, other: str) -> bool:
+def overlap(host: str, other: str) -> bool:
     """Whether a port of one address is a port of the other: they are the same, or one is every."""
     every, every_ipv4 = "::", ("0.0.0.0", "")
     host, other = ("127.0.0.1" if name == "localhost" else name for name in (host, other))
@@ -226,7 +226,7 @@ class Settings(BaseModel):
     @classmethod
     def _is_a_port_of_its_own(cls, port: int, info: ValidationInfo) -> int:
         hosts = [info.data.get(name, "") for name in ("host", "management_host")]
-        if port and port == info.data.get("port") and _overlap(*hosts):
+        if port and port == info.data.get("port") and overlap(*hosts):
             raise PydanticCustomError(
                 "same_port",
                 "{port} is the port of the API too: choose another with --port or "

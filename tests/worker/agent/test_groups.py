@@ -54,6 +54,8 @@ def test_two_machines_that_know_their_place_and_have_a_key_may_start(node_rank: 
         ({"node_rank": 1, "nodes": 1}, "node_rank 1 is none of 1 machine, from 0"),
         ({"master": None}, "needs --master HOST:PORT"),
         ({"master": "10.0.0.1"}, "'10.0.0.1' is not host:port"),
+        ({"master": "localhost:8101"}, "--master and --management-port have one port, 8101"),
+        ({"host": "::", "port": 29500}, "--master and --port have one port, 29500"),
         ({"internal_key": None}, "needs internal_key"),
         ({"dp": 2, "nodes": 4}, "dp 2 members"),
         ({"pp": 3}, "nodes must divide"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.ranks import UnsupportedRanks, check_ranks
-from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.protocol.settings import WorkerSettings, overlap
 from radixgrove.protocol.words import counted
 from radixgrove.service import exit_codes, logs
 from radixgrove.service.supervisor import Supervised
@@ -108,9 +108,15 @@ def _check_machines(settings: WorkerSettings) -> None:
             f"a group of {settings.nodes} machines needs --master HOST:PORT, where machine 0 is met"
         )
     try:
-        MeetingPoint.at(settings.master)
+        master = MeetingPoint.at(settings.master)
     except ValueError as error:
         raise UnusableGroup(str(error)) from error
+    for flag, host, port in (
+        ("--port", settings.host, settings.port),
+        ("--management-port", settings.management_host, settings.management_port),
+    ):
+        if settings.node_rank == 0 and port == master.port and overlap(host, master.host):
+            raise UnusableGroup(f"--master and {flag} have one port, {port}: change one of them")
     if settings.internal_key is None and settings.cluster_secret is None:
         raise UnusableGroup(
             "a group of several machines needs internal_key (RADIXGROVE_INTERNAL_KEY): its ranks "
