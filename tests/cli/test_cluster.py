@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from radixgrove.cli import cluster as cluster_module
 from radixgrove.cli.cluster import Cluster, ClusterError, plan_gpus
 from radixgrove.cli.redis_server import free_ports
 from radixgrove.cli.resolving import UpParts
@@ -24,19 +25,30 @@ def test_gpus_are_shared_out_without_overlap() -> None:
         plan_gpus(3, 2, ["0", "1", "2", "3"])
 
 
+def test_every_rank_of_a_replica_has_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_module, "visible_gpus", lambda: list("01234567"))
+    made = cluster(tmp_path / "a", replicas=2, device="cuda", tp=2, pp=2)
+    assert made._gpus() == [list("0123"), list("4567")]
+
+
 @pytest.mark.parametrize(
-    ("replicas", "tp", "offered", "said"),
+    ("replicas", "ranks", "offered", "said"),
     [
         (3, 2, 5, r"offers 5: try --replicas 2, or --device cpu$"),
-        (1, 4, 2, r"^1 replica of 4 GPUs need 4; this machine offers 2: try --tp 2, or"),
+        (
+            1,
+            4,
+            2,
+            r"^1 replica of 4 GPUs need 4; .* 2: try --tp x --pp x --dp of at most 2, or",
+        ),
         (1, 1, 0, r"^1 replica of 1 GPU need 1; .* offers none: try a machine with GPUs, or"),
     ],
 )
 def test_what_is_tried_instead_fits_the_gpus_there_are(
-    replicas: int, tp: int, offered: int, said: str
+    replicas: int, ranks: int, offered: int, said: str
 ) -> None:
     with pytest.raises(ClusterError, match=said):
-        plan_gpus(replicas, tp, [str(index) for index in range(offered)])
+        plan_gpus(replicas, ranks, [str(index) for index in range(offered)])
 
 
 @pytest.mark.parametrize(

@@ -55,23 +55,24 @@ class ClusterError(StartFailed):
         self.code = code
 
 
-def plan_gpus(replicas: int, tp: int, visible: list[str]) -> list[list[str]]:
-    """Which GPUs each replica gets: `tp` each, none shared.
+def plan_gpus(replicas: int, ranks: int, visible: list[str]) -> list[list[str]]:
+    """Which GPUs each replica gets: one for each of its ranks, none shared.
 
     Raises:
         ClusterError: there are too few.
     """
     offered = len(visible)
-    if replicas * tp > offered:
-        if offered >= tp:
-            remedy = f"--replicas {offered // tp}"
+    if replicas * ranks > offered:
+        if offered >= ranks:
+            remedy = f"--replicas {offered // ranks}"
         else:
-            remedy = f"--tp {offered}" if offered else "a machine with GPUs"
+            fewer = f"--tp x --pp x --dp of at most {offered}"
+            remedy = fewer if offered else "a machine with GPUs"
         raise ClusterError(
-            f"{counted(replicas, 'replica')} of {counted(tp, 'GPU')} need {replicas * tp}; this "
-            f"machine offers {offered or 'none'}: try {remedy}, or --device cpu"
+            f"{counted(replicas, 'replica')} of {counted(ranks, 'GPU')} need {replicas * ranks}; "
+            f"this machine offers {offered or 'none'}: try {remedy}, or --device cpu"
         )
-    return [visible[index * tp : (index + 1) * tp] for index in range(replicas)]
+    return [visible[index * ranks : (index + 1) * ranks] for index in range(replicas)]
 
 
 def visible_gpus() -> list[str]:
@@ -242,7 +243,8 @@ class Cluster:
         visible = visible_gpus()
         if not visible and settings.device is Device.AUTO:
             return []
-        return plan_gpus(len(self.workers), settings.tp, visible)
+        ranks = settings.tp * settings.pp * settings.dp
+        return plan_gpus(len(self.workers), ranks, visible)
 
     def _command(
         self, part: str, name: str, settings: WorkerSettings | RouterSettings
