@@ -470,6 +470,8 @@ async def test_errors_have_openais_shape(pair: tuple[Router, list[SimulatedRepli
         (await router.post("/v1/embeddings", {}), 404, "unknown_url"),
         (await router.post("/v1/completions", b"\xff"), 400, None),
         (await router.post("/v1/completions", completion("x", model="no")), 404, "model_not_found"),
+        (await router.complete("x", model="no", max_tokens=1 << 21), 404, "model_not_found"),
+        (await router.complete("x", model="no", temperature=9), 404, "model_not_found"),
         (await router.complete("x", temperature=9), 400, None),
         (
             await router.complete(prompt(1), max_tokens=1 << 21),

@@ -183,9 +183,15 @@ class Proxy:
         while not service.replicas:
             if not await self._hold(exchange):
                 raise errors.overloaded("No server can take this request now.", 2.0)
-        exchange.encoded = await self._encoders.encode(
-            exchange.endpoint, service, body, exchange.principal
-        )
+        try:
+            exchange.encoded = await self._encoders.encode(
+                exchange.endpoint, service, body, exchange.principal
+            )
+        except ApiError:  # by the limits of a model that the client may not have meant
+            named = peek_model(body)
+            if not service.answers_to(named):
+                raise errors.model_not_found(named) from None
+            raise
         if not service.answers_to(exchange.encoded.model):
             raise errors.model_not_found(peek_model(body))
 

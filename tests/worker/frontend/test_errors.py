@@ -281,8 +281,10 @@ def test_wrong_methods(frontend: Frontend) -> None:
         error_of(client.delete("/v1/models"), 405)
 
 
-def test_unknown_model(frontend: Frontend) -> None:
-    error = error_of(frontend.chat("x", model="gpt-unknown"), 404)
+@pytest.mark.parametrize("fields", [{}, {"stop_token_ids": [9_999_999]}, {"temperature": 9}])
+def test_unknown_model(frontend: Frontend, fields: dict[str, Any]) -> None:
+    """Whatever else the body asks for: by the limits of this model it is not judged."""
+    error = error_of(frontend.chat("x", model="gpt-unknown", **fields), 404)
     assert (error["code"], error["param"]) == ("model_not_found", "model")
 
 

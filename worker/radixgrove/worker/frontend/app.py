@@ -22,6 +22,7 @@ from radixgrove.protocol.endpoints import ENDPOINTS, Endpoint
 from radixgrove.protocol.envelope import ENVELOPE_TYPE, Envelope
 from radixgrove.protocol.errors import RadixgroveError
 from radixgrove.protocol.openai import errors
+from radixgrove.protocol.openai.decoding import peek_model
 from radixgrove.protocol.openai.errors import ApiError
 from radixgrove.protocol.openai.requests import Generation, ModelLimits, Request
 from radixgrove.protocol.openai.responses import ModelList, ModelObject
@@ -166,8 +167,8 @@ class Frontend:
         return api
 
     async def _text_of(self, name: str | None) -> ModelText:
-        if name is not None and name not in self.model.names:
-            raise errors.model_not_found(name)
+        if name is not None:
+            self._check_name(name)
         return ModelText(self.model.encoder, self._limits)
 
     @property
@@ -279,10 +280,17 @@ class Frontend:
         return uuid4().hex
 
     def _parse(self, endpoint: Endpoint[Any], body: bytes) -> Request:
-        request: Request = endpoint.parse(body, self._limits)
-        if request.model not in self.model.names:
-            raise errors.model_not_found(request.model)
+        try:
+            request: Request = endpoint.parse(body, self._limits)
+        except ApiError:  # by the limits of a model that the client may not have meant
+            self._check_name(peek_model(body))
+            raise
+        self._check_name(request.model)
         return request
+
+    def _check_name(self, name: str) -> None:
+        if name not in self.model.names:
+            raise errors.model_not_found(name)
 
     async def _encode(
         self, endpoint: Endpoint[Any], request: Request, envelope: Envelope | None
