@@ -9,12 +9,18 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from pydantic.fields import FieldInfo
 
 from radixgrove.cli.configuration import PARTS, flag_of, is_secret, show
 from radixgrove.protocol.endpoints import ENDPOINTS
-from radixgrove.protocol.openai.bodies import IGNORED, MESSAGE_UNSUPPORTED, PART_TYPES
+from radixgrove.protocol.openai.bodies import (
+    IGNORED,
+    MESSAGE_UNSUPPORTED,
+    PART_TYPES,
+    STRUCTURED_NEUTRAL,
+)
 from radixgrove.protocol.settings import Settings
 
 BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
@@ -48,9 +54,15 @@ def fields() -> str:
     for name in names:
         having = [endpoint for endpoint in ENDPOINTS if name in endpoint.neutral]
         where = "both" if len(having) == len(ENDPOINTS) else having[0].name
-        values = ["null", *map(json.dumps, having[0].neutral[name])]
-        lines.append(f"| `{name}` | {where} | {', '.join(f'`{value}`' for value in values)} |")
+        lines.append(_refused(name, where, having[0].neutral[name]))
+    for name, values in STRUCTURED_NEUTRAL.items():
+        lines.append(_refused(f"structured_outputs.{name}", "both", values))
     return "\n".join([*lines, "", *_refused_elsewhere(), "", *_ignored()]) + "\n"
+
+
+def _refused(name: str, where: str, neutral: tuple[Any, ...]) -> str:
+    values = ", ".join(f"`{value}`" for value in ("null", *map(json.dumps, neutral)))
+    return f"| `{name}` | {where} | {values} |"
 
 
 def _refused_elsewhere() -> list[str]:
@@ -58,7 +70,9 @@ def _refused_elsewhere() -> list[str]:
     parts = " or ".join(f"`{name}`" for name in PART_TYPES)
     return [
         "Refused too: in messages "
-        f"{fields}, unless null, and parts of the content of another `type` than {parts}."
+        f"{fields}, unless null, and parts of the content of another `type` than {parts}; fields "
+        "that `response_format`, its `json_schema`, `structured_outputs` or `structural_tag` do "
+        "not have."
     ]
 
 

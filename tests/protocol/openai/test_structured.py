@@ -105,7 +105,7 @@ def test_every_name_means_one_form(fields: dict[str, Any], form: Form, text: str
     [
         {"response_format": None},
         {"response_format": {"type": "text"}},
-        {"structured_outputs": {}},
+        {"structured_outputs": None},
         {"structured_outputs": {"json_object": False, "json": None}},
         {"guided_json": None, "regex": None},
         {"grammar": ""},
@@ -153,11 +153,29 @@ def test_there_is_one_constraint_at_a_time(fields: dict[str, Any], param: str) -
         ({"guided_choice": []}, "guided_choice", None),
         ({"guided_choice": ["a", 5]}, "guided_choice[1]", None),
         ({"guided_choice": ["a"] * 10_000}, "guided_choice", None),
-        ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag", None),
+        ({"structured_outputs": {}}, "structured_outputs", None),
+        ({"structured_outputs": {"json": None}}, "structured_outputs", None),
+        ({"structured_outputs": {"regx": "a"}}, "structured_outputs.regx", None),
+        (
+            {"structured_outputs": {"regex": "a", "whitespace_pattern": "x"}},
+            *("structured_outputs.whitespace_pattern", "unsupported_parameter"),
+        ),
+        (
+            {"response_format": response_format({}, strct=True)},
+            *("response_format.json_schema.strct", None),
+        ),
+        ({"response_format": {"type": "json_object", "shema": {}}}, "response_format.shema", None),
+        (
+            {"structured_outputs": {"structural_tag": {}}},
+            *("structured_outputs.structural_tag.type", None),
+        ),
         ({"structural_tag": "{"}, "structural_tag", None),
         ({"structural_tag": {"type": "structural_tag"}}, "structural_tag", None),
         ({"structural_tag": {**TAGS, "triggers": ["<other"]}}, "structural_tag", None),
         ({"structural_tag": {**TAGS, "triggers": [""]}}, "structural_tag", None),
+        ({"structural_tag": {**TAGS, "type": "text"}}, "structural_tag.type", None),
+        ({"structural_tag": {**TAGS, "trigers": []}}, "structural_tag.trigers", None),
+        ({"structural_tag": {**TAGS, "structures": [5]}}, "structural_tag.structures[0]", None),
         (
             {"structural_tag": {**TAGS, "structures": TAGS["structures"] * 129}},
             *("structural_tag", "schema_too_large"),
@@ -174,6 +192,40 @@ def test_malformed_fields_are_refused_by_name(
 ) -> None:
     found = error(**fields)
     assert (found.param, found.code) == (param, code)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {"structured_outputs": {"regx": "a"}},
+            "Unknown parameter: 'structured_outputs.regx'. What 'structured_outputs' may have: "
+            "json, json_object, regex, choice, grammar, structural_tag.",
+        ),
+        (
+            {"structured_outputs": {}},
+            "'structured_outputs' must have one of json, json_object, regex, choice, grammar, "
+            "structural_tag.",
+        ),
+        (
+            {"structural_tag": {name: TAGS[name] for name in ("structures", "triggers")}},
+            "Missing required parameter: 'structural_tag.type'.",
+        ),
+        (
+            {"structural_tag": {**TAGS, "structures": [{"begin": "<fn=", "end": ""}]}},
+            "Invalid value for 'structural_tag': a tag has no schema.",
+        ),
+    ],
+)
+def test_a_misspelt_form_never_leaves_the_answer_free(fields: dict[str, Any], said: str) -> None:
+    assert error(**fields).message == said
+
+
+def test_options_of_vllm_that_are_off_ask_for_nothing() -> None:
+    off = {"disable_any_whitespace": False, "whitespace_pattern": None, "disable_fallback": True}
+    found = asked(structured_outputs={"regex": "a", **off})
+    assert found is not None
+    assert found.text == "a"
 
 
 def test_levels_are_bounded_wherever_the_schema_stands() -> None:

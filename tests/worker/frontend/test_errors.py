@@ -118,7 +118,7 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"web_search_options": {}}, "web_search_options"),
     ({"bad_words": [""]}, "bad_words[0]"),
     ({"allowed_token_ids": [49152]}, "allowed_token_ids"),
-    ({"structural_tag": {}}, "structural_tag"),
+    ({"structural_tag": {}}, "structural_tag.type"),
     ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"prompt_logprobs": -1}, "prompt_logprobs"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),

@@ -124,6 +124,8 @@ def tags(given: Tags, param: str) -> Constraint:
     for tag in given.structures:
         if not tag.begin.startswith(tuple(given.triggers)):
             raise ConstraintError("a tag begins with none of the triggers")
+        if not bytes(tag.schema):
+            raise ConstraintError("a tag has no schema")
         json_schema(bytes(tag.schema), param)
     text = msgspec.json.encode(given)
     if len(text) > MAX_SCHEMA_BYTES:

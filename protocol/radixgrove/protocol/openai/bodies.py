@@ -1,7 +1,8 @@
 """OpenAI's request bodies for chat and text completions, as msgspec reads them off the wire.
 
 Types and simple bounds are declared here and checked while decoding; unknown fields are ignored, as
-OpenAI's own clients need. What a field means, and checks across fields, is in `requests`.
+OpenAI's own clients need, but not where an object says of what form an answer must be: there one
+would leave the answer free. What a field means, and checks across fields, is in `requests`.
 
 Fields typed `Any` ask for something this server does not do. Each may have a value that asks for
 nothing (`function_call: "none"`): see the tables at the end.
@@ -50,14 +51,14 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class JsonSchema(msgspec.Struct, kw_only=True):
+class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: str | None = None
     description: str | None = None
     schema: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     strict: bool | None = None
 
 
-class ResponseFormat(msgspec.Struct, kw_only=True):
+class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     type: str
     json_schema: JsonSchema | None = None
     # Of `structural_tag`, as SGLang has it.
@@ -67,8 +68,8 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
     schema: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
 
-class StructuredOutputs(msgspec.Struct, kw_only=True):
-    """vLLM's; each of its fields has a twin of an older name."""
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's; each of its forms has a twin of an older name."""
 
     json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     json_object: bool | None = None
@@ -76,6 +77,13 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     choice: Annotated[list[str], Meta(max_length=MAX_CHOICES)] | None = None
     grammar: str | None = None
     structural_tag: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+
+    disable_fallback: Any = None  # to another engine of grammars: there is one here
+
+    # Not supported.
+    disable_additional_properties: Any = None
+    disable_any_whitespace: Any = None
+    whitespace_pattern: Any = None
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
@@ -250,6 +258,20 @@ CHAT_NEUTRAL: Neutral = NEUTRAL | {
     "web_search_options": (),
 }
 COMPLETION_NEUTRAL: Neutral = NEUTRAL | {"prompt_embeds": (), "suffix": ("",)}
+STRUCTURED_NEUTRAL: Neutral = {
+    "disable_additional_properties": (False,),
+    "disable_any_whitespace": (False,),
+    "whitespace_pattern": (),
+}
+
+STRUCTURED_FORMS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+# What objects may have of which unknown fields are refused, by the field that holds the object.
+KNOWN = {
+    "json_schema": JsonSchema.__struct_fields__,
+    "response_format": ResponseFormat.__struct_fields__,
+    "structural_tag": ("type", "structures", "triggers"),
+    "structured_outputs": STRUCTURED_FORMS,
+}
 
 MESSAGE_UNSUPPORTED = ("audio", "function_call")  # fields of a message, unless null
 PART_TYPES = ("text", "refusal")  # of a message's content

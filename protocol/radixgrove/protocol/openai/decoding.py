@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from radixgrove.protocol.openai import errors
-from radixgrove.protocol.openai.bodies import MAX_BIAS
+from radixgrove.protocol.openai.bodies import KNOWN, MAX_BIAS, Neutral
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -16,6 +16,7 @@ _LOCATION = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
 _FLOAT_FOR_INT = ("Expected `int`, got `float`", "Expected `int | null`, got `float`")
 _WHOLE = re.compile(rb"(-?[0-9]{1,19})\.0+")
 _MISSING = re.compile(r"^Object missing required field `([^`]+)`$")
+_UNKNOWN = re.compile(r"^Object contains unknown field `(.*)`$", re.DOTALL)
 _NOT_A_NUMBER = re.compile(rb'"([A-Za-z_]{1,64})"\s*:\s*-?$')
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 _FIRST_HALF = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
@@ -85,20 +86,55 @@ def _with_whole_numbers(body: bytes) -> bytes:
     return msgspec.json.encode({**fields, **numbers})
 
 
+def refuse_unsupported(wire: msgspec.Struct, table: Neutral, within: str = "") -> None:
+    """
+    Args:
+        within: the field that holds this object; "": it is the body.
+
+    Raises:
+        ApiError: 400, naming the first field of the table that asks for something.
+    """
+    for name, neutral in table.items():
+        value = getattr(wire, name)
+        if value is not None and value not in neutral:
+            raise errors.unsupported(f"{within}.{name}" if within else name)
+
+
+def misread(error: msgspec.ValidationError, within: str) -> errors.ApiError:
+    """What a client is told of a value of the field `within` that is not as its type has it."""
+    reason, path = _located(str(error))
+    return _at(".".join(filter(None, (within, path))), reason)
+
+
 def _named(text: str, body: bytes) -> errors.ApiError:
     """msgspec's text names the field by its path: that becomes `param`."""
-    match = _LOCATION.search(text)
-    reason = text[: match.start()] if match else text
-    path = match[1] if match else ""
+    reason, path = _located(text)
     if path == "logit_bias[...]":
         key = _bias_of_wrong_type(body)
         if key is not None:
             return bias_out_of_bounds(key)
+    return _at(path, reason)
+
+
+def _located(text: str) -> tuple[str, str]:
+    """msgspec's reason, and the path of the field; "": the whole."""
+    match = _LOCATION.search(text)
+    return (text[: match.start()], match[1]) if match else (text, "")
+
+
+def _at(path: str, reason: str) -> errors.ApiError:
     param = path.replace("[...]", "")
     missing = _MISSING.match(reason)
     if missing:
         param = f"{param}.{missing[1]}" if param else missing[1]
         return errors.invalid(f"Missing required parameter: '{param}'.", param)
+    unknown = _UNKNOWN.match(reason)
+    if unknown:
+        known = ", ".join(KNOWN[param.rpartition(".")[2]])
+        name = f"{param}.{errors.shorten(unknown[1], 64)}"
+        return errors.invalid(
+            f"Unknown parameter: '{name}'. What '{param}' may have: {known}.", name
+        )
     if not param:
         return errors.invalid(f"The request body must be a JSON object: {reason}.")
     return errors.invalid(f"Invalid value for '{param}': {reason.replace('`', '')}.", param)

@@ -22,7 +22,12 @@ from radixgrove.protocol.openai.bodies import (
     Neutral,
     StreamOptions,
 )
-from radixgrove.protocol.openai.decoding import bias_out_of_bounds, decode, require_model
+from radixgrove.protocol.openai.decoding import (
+    bias_out_of_bounds,
+    decode,
+    refuse_unsupported,
+    require_model,
+)
 from radixgrove.protocol.openai.inputs import checked_messages, checked_prompts, valid_token_ids
 from radixgrove.protocol.openai.requests import (
     ChatRequest,
@@ -52,10 +57,7 @@ class _Unsupported:
         """Raises ApiError that names the first of them."""
         if self._values(wire) == self._absent:  # as of most bodies
             return
-        for name, neutral in self._table.items():
-            value = getattr(wire, name)
-            if value is not None and value not in neutral:
-                raise errors.unsupported(name)
+        refuse_unsupported(wire, self._table)
 
 
 _chat_unsupported = _Unsupported(CHAT_NEUTRAL)

@@ -14,7 +14,14 @@ import msgspec
 from radixgrove.protocol.constraints import constraint as constraints
 from radixgrove.protocol.constraints.constraint import Constraint, ConstraintError, Form
 from radixgrove.protocol.openai import errors
-from radixgrove.protocol.openai.bodies import GenerationBody, ResponseFormat, StructuredOutputs
+from radixgrove.protocol.openai.bodies import (
+    STRUCTURED_FORMS,
+    STRUCTURED_NEUTRAL,
+    GenerationBody,
+    ResponseFormat,
+    StructuredOutputs,
+)
+from radixgrove.protocol.openai.decoding import misread, refuse_unsupported
 
 # All that `_asked` reads.
 _FIELDS = attrgetter(
@@ -88,7 +95,8 @@ def _structured_outputs(given: StructuredOutputs | None) -> list[Constraint | No
     if given is None:
         return []
     param = "structured_outputs"
-    return [
+    refuse_unsupported(given, STRUCTURED_NEUTRAL, param)
+    found = [
         _schema(given.json, f"{param}.json"),
         _schema(ANY_OBJECT, f"{param}.json_object") if given.json_object else None,
         _text(Form.REGEX, given.regex, f"{param}.regex"),
@@ -96,6 +104,10 @@ def _structured_outputs(given: StructuredOutputs | None) -> list[Constraint | No
         _choice(given.choice, f"{param}.choice"),
         _tag_text(given.structural_tag, f"{param}.structural_tag"),
     ]
+    if given.json_object is None and not any(found):
+        forms = ", ".join(STRUCTURED_FORMS)
+        raise errors.invalid(f"'{param}' must have one of {forms}.", param)
+    return found
 
 
 def _schema(raw: msgspec.Raw | bytes, param: str, *, strict: bool = False) -> Constraint | None:
@@ -132,16 +144,22 @@ def _tag_text(raw: msgspec.Raw, param: str) -> Constraint | None:
     try:
         if text.startswith(b'"'):
             text = msgspec.json.decode(text, type=str).encode()
-        return _tags(msgspec.json.decode(text, type=ResponseFormat), param)
+        given = msgspec.json.decode(text, type=ResponseFormat)
+    except msgspec.ValidationError as error:
+        raise misread(error, param) from None
     except (msgspec.DecodeError, RecursionError):
-        raise errors.invalid(f"Invalid value for '{param}': not a structural tag.", param) from None
+        raise errors.invalid(f"Invalid value for '{param}': not valid JSON.", param) from None
+    if given.type != "structural_tag":
+        raise errors.invalid(
+            f"Invalid value for '{param}.type': must be structural_tag.", f"{param}.type"
+        )
+    return _tags(given, param)
 
 
 def _tags(given: ResponseFormat, param: str) -> Constraint:
-    if given.type != "structural_tag" or given.structures is None or given.triggers is None:
-        raise errors.invalid(
-            f"Invalid value for '{param}': it must have 'structures' and 'triggers'.", param
-        )
+    if given.structures is None or given.triggers is None:
+        missing = f"{param}.{'structures' if given.structures is None else 'triggers'}"
+        raise errors.invalid(f"Missing required parameter: '{missing}'.", param)
     tags = constraints.Tags(structures=given.structures, triggers=given.triggers)
     return _checked(lambda: constraints.tags(tags, param), param)
 

@@ -13,6 +13,7 @@ from radixgrove.protocol.constraints.constraint import Constraint, ConstraintErr
 from radixgrove.protocol.constraints.values import Values
 from radixgrove.protocol.openai import errors
 from radixgrove.protocol.openai.bodies import ChatBody
+from radixgrove.protocol.openai.decoding import misread
 from radixgrove.protocol.openai.structured import refused
 
 MAX_TOOLS = 128
@@ -200,7 +201,7 @@ def _described(item: dict[str, Any], kind: str, where: str, type: type[T]) -> T:
     try:
         found = msgspec.json.decode(msgspec.json.encode(item[kind]), type=type)
     except msgspec.ValidationError as error:
-        raise errors.invalid(f"Invalid value for '{where}.{kind}': {error}.", where) from None
+        raise misread(error, f"{where}.{kind}") from None
     if not _NAME.match(found.name):
         raise errors.invalid(
             f"Invalid value for '{where}.{kind}.name': it must have 1 to 128 letters, digits, "
@@ -283,7 +284,7 @@ def _chosen(choice: Any, known: set[str]) -> tuple[ToolMode, set[str] | None]:
     try:
         given = msgspec.convert(choice, _Choice)
     except msgspec.ValidationError as error:
-        raise errors.invalid(f"Invalid value for 'tool_choice': {error}.", "tool_choice") from None
+        raise misread(error, "tool_choice") from None
     if given.type == "allowed_tools":
         allowed = given.allowed_tools or _Allowed(mode=given.mode, tools=given.tools or [])
         names = {each.called for each in allowed.tools}
