@@ -90,7 +90,7 @@ def test_integers_of_a_schema_may_be_larger_than_64_bits(frontend: Frontend) -> 
         ({"response_format": json_schema({"type": "no"})}, "response_format", None, "no"),
         ({"response_format": json_schema({"pattern": "("})}, "response_format", None, "unclosed"),
         ({"guided_json": {"pattern": "(?=a)"}}, "guided_json", None, "look-around"),
-        ({"guided_json": {"$ref": "http://x.y/z"}}, "guided_json", None, "does not fetch"),
+        ({"guided_json": {"$ref": "http://x.y/z"}}, "guided_json", None, "nothing is fetched"),
         ({"guided_json": {"$ref": "#/$defs/a"}}, "guided_json", None, "does not exist"),
         (
             {"response_format": json_schema(UNIQUE, strict=True)},

@@ -31,7 +31,7 @@ from radixgrove.protocol.constraints.constraint import (
     check_levels,
 )
 from radixgrove.protocol.constraints.numbers import fitted
-from radixgrove.protocol.constraints.rewrite import precise, rewrite
+from radixgrove.protocol.constraints.rewrite import misspelt, precise, rewrite
 from radixgrove.protocol.constraints.schema import check_properties, has_value
 from radixgrove.protocol.token_bytes import BYTE_LEVEL, TokenBytes, decoder_of, steps_of
 
@@ -71,8 +71,25 @@ _COUNTED = "min/maxProperties only supported"
 _COUNTS = ("minProperties", "maxProperties")
 _REGEX_REASON = re.compile(r"^error: (.*)$", re.MULTILINE)
 _COMPLEX = re.compile(r"too (?:big|complex|large|many)|limit|fuel", re.IGNORECASE)
+# llguidance's words for what has a plainer name.
+_PLAIN = (
+    (
+        re.compile(r"Resource '(?:json-schema:///)?(.*)' is not present in a registry.*"),
+        r"'$ref' must be local ('#/…'), and '\1' is not: nothing is fetched",
+    ),
+    (re.compile(r"((?:Pointer|Anchor) '.*' does not exist)"), r"'$ref' leads nowhere: \1"),
+    (
+        re.compile(r".*lookarounds not supported yet; \w+ in regex (/.*)"),
+        r"a regular expression is not valid here: \\b, \\B, and ^ or $ within it, are not supported"
+        r": \1",
+    ),
+    (re.compile(r"Expected f64 (.*)"), r"Expected a number \1"),
+)
 # What an error repeats of the client's own words.
-_REPEATED = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`|(?<=Invalid type: ).*|(?<=unknown name: ).*")
+_REPEATED = re.compile(
+    r"'[^']*'|\"[^\"]*\"|`[^`]*`"
+    r"|(?<=Invalid type: ).*|(?<=unknown name: ).*|(?<=not supported: ).*"
+)
 # Clients write these texts: each expression takes time by their length, not by its square. So blank
 # lines are no part of a rule's beginning, and what is opened and never closed reaches to the end.
 _GBNF_RULE = re.compile(r"^[^\S\n]*[A-Za-z][\w-]*\s*::=", re.MULTILINE)
@@ -185,9 +202,20 @@ def compile_grammar(grammar: str, tokenizer: LLTokenizer) -> Compiled:
 
 
 def _compile_schema(constraint: Constraint, tokenizer: LLTokenizer, whitespace: int) -> Compiled:
+    schema = _checked(constraint.text)
+    slips = misspelt(schema)
+    if constraint.strict and slips:
+        meant = ", ".join(f"'{key}' is no keyword ('{rule}' is)" for key, rule in slips.items())
+        raise UnenforceableError(f"it is strict, but {meant}")
+    found = _compile_keywords(schema, tokenizer, whitespace, enforce_all=constraint.strict)
+    return Compiled(found.grammar, (*slips, *found.ignored))
+
+
+def _compile_keywords(
+    schema: dict[str, Any], tokenizer: LLTokenizer, whitespace: int, *, enforce_all: bool
+) -> Compiled:
     """A schema as it stands; if that cannot be enforced whole, in other words; if that cannot
     either and it need not be, without some keywords."""
-    schema = _checked(constraint.text)
 
     def compiled(schema: dict[str, Any], *, strict: bool) -> Compiled:
         options = _options(whitespace, strict=strict)
@@ -215,7 +243,7 @@ def _compile_schema(constraint: Constraint, tokenizer: LLTokenizer, whitespace: 
                 raise
             if isinstance(error, UnenforceableError):
                 unenforceable = error  # what is in the way once the rest is said otherwise
-    if constraint.strict:
+    if enforce_all:
         raise unenforceable
     if differs:
         with suppress(ConstraintError):
@@ -289,7 +317,11 @@ def _removed(reasons: Mapping[str, str]) -> str:
 
 
 def _first(error: str) -> str:
+    """The first line, in plain words."""
     line = error.partition("\n")[0]
+    for expression, words in _PLAIN:
+        if found := expression.fullmatch(line):
+            line = found.expand(words)
     return line if len(line) <= _MOST_REASON else line[:_MOST_REASON] + "…"
 
 

@@ -28,6 +28,7 @@ _STEPS = "too many steps, alone or with others"
 _LOWER = ("minimum", "exclusiveMinimum")
 _UPPER = ("maximum", "exclusiveMaximum")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_MOST_COUNTED = (1 << 32) - 1  # that llguidance reads; no answer has as many of anything
 _DATA = frozenset({"const", "enum", "default", "examples"})
 
 
@@ -71,6 +72,8 @@ class _Fitting:
         for key in _COUNTS:
             if isinstance(out.get(key), float) and out[key].is_integer():
                 out[key] = int(out[key])
+            if is_number(out.get(key)):
+                out[key] = min(out[key], _MOST_COUNTED)
         self._multiple(out)
         self._values(out)
         self.parts.append(out)

@@ -17,6 +17,7 @@ from radixgrove.protocol.constraints.disjoint import Prover
 from radixgrove.protocol.constraints.schema import (
     ANNOTATIONS,
     MAPS,
+    RULES,
     TYPES,
     is_pointed_into,
     resolve,
@@ -35,6 +36,7 @@ _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 # Where null is a value, or no type: elsewhere serializers write it for what is not there.
 _NULLS = frozenset({"const", "default", "type"})
 _SINGLES = ("additionalProperties", "items", "additionalItems", "not", "if", "then", "else")
+_BY_LETTERS = {rule.lower(): rule for rule in RULES}
 # Drafts under either scheme, of which llguidance knows one for each.
 _DIALECT = re.compile(
     r"https?://json-schema\.org/(?:(draft-0[3-7])|(draft/20(?:19-09|20-12)))/schema#?"
@@ -78,6 +80,22 @@ def _precise(schema: Any, *, declare: bool) -> Any:
     if "pattern" in out:
         return {**out, "allOf": [*out.get("allOf", []), pattern]}
     return {**out, **pattern}
+
+
+def misspelt(schema: Any) -> dict[str, str]:
+    """Unknown keywords that are known ones but for the case of their letters, each with that one.
+    Schemas may hold others, which say nothing of a value."""
+    found: dict[str, str] = {}
+
+    def look(part: Any) -> Any:
+        if isinstance(part, dict):
+            meant = ((key, _BY_LETTERS.get(key.lower())) for key in part if key not in RULES)
+            found.update((key, rule) for key, rule in meant if rule is not None)
+            _within(part, look)
+        return part
+
+    look(schema)
+    return found
 
 
 def _within(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:

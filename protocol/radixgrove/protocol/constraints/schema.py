@@ -19,6 +19,17 @@ ANNOTATIONS = frozenset(
         *("$comment", "$schema", "$id", "id", "$defs", "definitions"),
     }
 )
+# They do: those that schemas have most.
+RULES = frozenset(
+    {
+        *("type", "const", "enum", "not", "if", "then", "else", "anyOf", "oneOf", "allOf", "$ref"),
+        *("properties", "patternProperties", "additionalProperties", "required", "propertyNames"),
+        *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas"),
+        *("items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems"),
+        *("minLength", "maxLength", "pattern", "format", "contains", "multipleOf"),
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    }
+)
 # To compile an object takes time by the square of its properties, half a second for 2,000. The sum
 # over a schema is bounded: 2,828 properties in one object, or 2,000 each in two.
 _MOST_SQUARES = 8_000_000
@@ -89,8 +100,10 @@ class _Productive:
             return True
         if isinstance(schema, bool):
             return schema
-        if not isinstance(schema, dict) or "enum" in schema or "const" in schema:
+        if not isinstance(schema, dict):
             return True
+        if "enum" in schema or "const" in schema:
+            return schema.get("enum") != []
         if "not" in schema and schema["not"] in (True, {}):
             return False
         reference = schema.get("$ref")
