@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,18 @@ def _table(title: str, fields: dict[str, FieldInfo]) -> str:
     lines = [f"### {title}", "", "| key | default | meaning |", "|---|---|---|"]
     for name, field in fields.items():
         default = "" if field.default is None else f"`{show(field.default)}`"
-        note = " Secret: no flag." if is_secret(field) else ""
+        note = " Secret: no flag." if is_secret(field) else _values(field)
         text = (field.description or "").replace("|", "\\|")
         lines.append(f"| `{name}` | {default} | {text}{note} |")
     return "\n".join(lines) + "\n"
+
+
+def _values(field: FieldInfo) -> str:
+    """Those of a setting that has one of a few."""
+    kind = field.annotation
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        return ""
+    return f" Values: {', '.join(f'`{member.value}`' for member in kind)}."
 
 
 def fields() -> str:

@@ -11,14 +11,21 @@ import pytest
 from radixgrove.protocol.endpoints import ENDPOINTS, Endpoint
 from radixgrove.protocol.openai.bodies import IGNORED
 from radixgrove.protocol.openai.requests import ModelLimits
+from radixgrove.protocol.settings import SchedulePolicy
 from tests.checkout import ROOT
-from tools.reference import updated
+from tools.reference import settings, updated
 
 PAGE = ROOT / "docs" / "api.md"
 
 
 def test_refused_and_ignored_fields_are_those_of_the_tables() -> None:
     assert updated(PAGE) == PAGE.read_text(), "run python -m tools.reference"
+
+
+def test_the_reference_has_the_values_of_settings_that_have_a_few() -> None:
+    reference = settings()
+    assert "Values: `lru`, `lfu`, `fifo`, `priority`. |" in reference
+    assert all(f"`{policy}`" in reference for policy in SchedulePolicy)
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: endpoint.name)

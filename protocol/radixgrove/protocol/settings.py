@@ -312,7 +312,9 @@ class WorkerSettings(Settings):
         "host:port at which machine 0 is met by the others; also `MASTER_ADDR` and `MASTER_PORT`.",
         max_length=512,
     )
-    attention_backend: AttentionChoice = _field(AttentionChoice.AUTO, "Attention kernels.")
+    attention_backend: AttentionChoice = _field(
+        AttentionChoice.AUTO, "Attention kernels; auto: what is fastest where it runs."
+    )
     cuda_graphs: bool = _field(
         True, "Capture decode steps, and small ones that prefill, as CUDA graphs."
     )
@@ -376,10 +378,21 @@ class WorkerSettings(Settings):
     )
     schedule_policy: SchedulePolicy = _field(
         SchedulePolicy.FCFS,
-        "Order of the waiting queue; `longest-output` is for batches that wait as a whole.",
+        "Order of the waiting queue; fcfs: of arrival; lpm: longest cached prefix first; "
+        "dfs-weight: prefix by prefix, the one that most wait for first (both of at most 128 "
+        "requests, and what has waited for 10 s goes before); longest-output: for batches that "
+        "wait as a whole; priority: by the requests' `priority`, a level of which is worth 10 s of "
+        "waiting.",
     )
-    eviction_policy: EvictionPolicy = _field(EvictionPolicy.LRU, "Which cached page goes first.")
-    sharing: Sharing = _field(Sharing.PRIVATE, "Which principals share cached prefixes.")
+    eviction_policy: EvictionPolicy = _field(
+        EvictionPolicy.LRU,
+        "Which cached page goes first; lru: used longest ago; lfu: used least often; fifo: cached "
+        "longest ago; priority: of requests of the least `priority`.",
+    )
+    sharing: Sharing = _field(
+        Sharing.PRIVATE,
+        "Which principals share cached prefixes; private: none, each has its own; shared: all.",
+    )
     prefix_cache: bool = _field(True, "Keep finished pages for later requests.")
     host_cache_gib: float = _field(
         0.0,
