@@ -43,3 +43,17 @@ def test_a_key_of_blanks_is_refused_not_left_out(name: str, key: str) -> None:
     with pytest.raises(ValidationError, match="it is empty"):
         RouterSettings.model_validate({name: key})
     assert getattr(RouterSettings.model_validate({name: None}), name) is None
+
+
+@pytest.mark.parametrize("names", [[""], ["m", " "]])
+def test_a_served_name_is_one_that_requests_can_give(names: list[str]) -> None:
+    with pytest.raises(ValidationError, match="has an empty name"):
+        WorkerSettings(served_model_name=names)
+
+
+def test_the_pool_holds_a_page_and_the_longest_request_in_whole_pages() -> None:
+    with pytest.raises(ValidationError, match="less than one page of page_size 1024"):
+        WorkerSettings(kv_tokens=100, page_size=1024)
+    with pytest.raises(ValidationError, match="less than max_model_len 100 in whole pages"):
+        WorkerSettings(kv_tokens=100, page_size=16, max_model_len=100)
+    assert WorkerSettings(kv_tokens=100, page_size=16, max_model_len=96).kv_tokens == 100

@@ -13,6 +13,7 @@ class RadixgroveError(Exception):
     │   │   ├── DamagedFileError
     │   │   └── MemoryShortage
     │   ├── TokenizerError
+    │   │   └── GivenTemplateError
     │   ├── ConstraintError
     │   │   ├── UnenforceableError
     │   │   └── ToolError

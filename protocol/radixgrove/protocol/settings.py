@@ -452,6 +452,13 @@ class WorkerSettings(Settings):
     )
     log_prompts: bool = _field(False, "Log prompts and answers. Off: they never reach a log.")
 
+    @field_validator("served_model_name")
+    @classmethod
+    def _can_be_asked_for(cls, names: list[str]) -> list[str]:
+        if not all(name.strip() for name in names):
+            raise PydanticCustomError("empty_name", "has an empty name, which no request can give")
+        return names
+
     @field_validator("host_cache_gib")
     @classmethod
     def _needs_prefix_cache(cls, size: float, info: ValidationInfo) -> float:
@@ -474,11 +481,18 @@ class WorkerSettings(Settings):
     @field_validator("kv_tokens")
     @classmethod
     def _holds_the_longest_request(cls, size: int | None, info: ValidationInfo) -> int | None:
-        longest = info.data.get("max_model_len")
-        if size is not None and longest is not None and longest > size:
+        longest, page = info.data.get("max_model_len"), info.data.get("page_size", 1)
+        if size is None:
+            return size
+        if size < page:
+            raise PydanticCustomError(
+                "no_page", "is less than one page of page_size {page}", {"page": page}
+            )
+        if longest is not None and longest > size // page * page:
             raise PydanticCustomError(
                 "too_small",
-                "is less than max_model_len {longest}: no request of that length would fit",
+                "is less than max_model_len {longest} in whole pages: no request of that length "
+                "would fit",
                 {"longest": longest},
             )
         return size

@@ -118,7 +118,7 @@ TINY_CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 16,
     "intermediate_size": 16,
-    "num_hidden_layers": 1,
+    "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "vocab_size": 512,
     "max_position_embeddings": 512,

@@ -9,6 +9,7 @@ import signal
 import socket
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -336,6 +337,38 @@ def test_a_given_chat_template_that_is_none_is_named_and_not_the_model(
     (line,) = output.splitlines()
     assert f"chat_template '{template}': the chat template is not valid Jinja: " in line
     assert "(line 2)" in line
+    assert "model directory" not in line
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("no.jinja", "No such file or directory"), (".", "Is a directory")]
+)
+def test_a_given_chat_template_that_is_not_there_is_named_and_not_the_model(
+    refused_agent: RefusedAgent, tmp_path: Path, name: str, reason: str
+) -> None:
+    code, output = refused_agent(chat_template=str(tmp_path / name))
+    assert code == exit_codes.MODEL
+    (line,) = output.splitlines()
+    assert f"chat_template '{tmp_path / name}': {reason}" in line
+    assert "model directory" not in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"tp": 9}, "tp 9 does not divide the model's"),
+        ({"pp": 2, "pp_layers": [9, 9]}, "pp_layers [9, 9] are not the model's"),
+        ({"max_model_len": 100_000}, "max_model_len 100000 exceeds the model's"),
+    ],
+    ids=str,
+)
+def test_what_the_model_cannot_be_is_refused_before_anything_starts(
+    refused_agent: RefusedAgent, settings: dict[str, Any], reason: str
+) -> None:
+    code, output = refused_agent(**settings)
+    assert code == exit_codes.MODEL
+    (line,) = output.splitlines()
+    assert reason in line
     assert "model directory" not in line
 
 

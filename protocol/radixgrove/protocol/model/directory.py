@@ -18,6 +18,7 @@ from radixgrove.protocol.model.parse import parse_config
 from radixgrove.protocol.openai.sampling import SamplingDefaults
 from radixgrove.protocol.text.tokenizer import (
     TOKENIZER_JSON,
+    GivenTemplateError,
     Prompting,
     TokenizerError,
     TokenizerFiles,
@@ -50,6 +51,7 @@ class ModelDirectory:
         """
         Raises:
             ModelError: the model cannot be served; a `DamagedFileError` where a file is at fault.
+            GivenTemplateError: as `TokenizerFiles.load`.
         """
         raw = read_json(path / CONFIG, MAX_CONFIG_BYTES)
         config = parse_config(raw)
@@ -61,6 +63,8 @@ class ModelDirectory:
             eos_ids = _eos_ids(generation, raw, config.vocab_size)
             if not eos_ids:
                 eos_ids = _valid_ids(files.eos_id, config.vocab_size)
+        except GivenTemplateError:
+            raise
         except TokenizerError as error:
             raise DamagedFileError(str(error)) from error
         return cls(config, files, eos_ids, _sampling_defaults(generation))

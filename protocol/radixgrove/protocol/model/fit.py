@@ -27,6 +27,7 @@ class Intended:
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    pp_layers: tuple[int, ...] = ()  # of each stage; empty: as the worker deals them out
     dtype: str = ""  # of its weights, a name of `DTYPES`; "": the checkpoint's own
     quantize: str = ""  # as the setting; "": not
     max_model_len: int | None = None  # tokens; None: the model's
@@ -40,7 +41,7 @@ def check_fit(config: ModelConfig, intended: Intended) -> None:
         ModelError: the message names what would do.
     """
     check_divides(config, intended.tp, intended.ep)
-    check_stages(config, intended.pp)
+    check_stages(config, intended.pp, intended.pp_layers)
     check_length(config, intended.max_model_len)
     _check_memory(config, intended)
 

@@ -40,12 +40,20 @@ def check_divides(config: ModelConfig, tp: int, ep: int = 1) -> None:
     _check_blocks(config, tp, ep, possible)
 
 
-def check_stages(config: ModelConfig, pp: int) -> None:
+def check_stages(config: ModelConfig, pp: int, layers: Sequence[int] = ()) -> None:
     """Refuse more stages than there are layers.
+
+    Args:
+        layers: how many each stage is to have; empty: that is not said.
 
     Raises:
         ModelError: names the model's layers.
     """
+    if layers and (len(layers) != pp or sum(layers) != config.num_layers):
+        raise ModelError(
+            f"pp_layers {list(layers)} are not the model's {config.num_layers} layers in {pp} "
+            "stages"
+        )
     if pp > config.num_layers:
         raise ModelError(f"pp {pp} exceeds the model's {config.num_layers} layers")
 

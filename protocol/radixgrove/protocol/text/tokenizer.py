@@ -51,6 +51,13 @@ class TokenizerError(InvalidInput, ValueError):
     """The files do not make a usable tokenizer."""
 
 
+class GivenTemplateError(TokenizerError):
+    """The file in place of the model's template is of no use: the model is not to blame."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"chat_template '{path}': {reason}")
+
+
 @contextlib.contextmanager
 def panics_are_errors() -> Iterator[None]:
     """Around calls into `tokenizers`: its panics are no `Exception`, and would end a server's task.
@@ -98,7 +105,8 @@ class TokenizerFiles:
         """Read them from a Hugging Face directory.
 
         Raises:
-            TokenizerError: one that is needed is missing, or `prompting` names a file that is.
+            TokenizerError: one that is needed is missing.
+            GivenTemplateError: the template that `prompting` names cannot be read.
         """
         paths = [model_dir / _PLACES.get(name, name) for name in TOKENIZER_FILES]
         contents = {path.name: path.read_bytes() for path in paths if path.is_file()}
@@ -107,10 +115,7 @@ class TokenizerFiles:
             contents[OUTPUT_FORMAT] = prompting.output_format.encode()
         if prompting is not None and prompting.chat_template is not None:
             contents.pop(TOOL_TEMPLATE, None)
-            try:
-                contents[CHAT_TEMPLATE] = Path(prompting.chat_template).read_bytes()
-            except OSError as error:
-                raise TokenizerError(f"chat_template: {error.strerror}") from error
+            contents[CHAT_TEMPLATE] = _given_template(prompting.chat_template)
         return cls(contents)
 
     @cached_property
@@ -273,6 +278,16 @@ class TokenizerFiles:
         else:
             named = {"default": configured}
         return {name: text for name, text in named.items() if isinstance(text, str)}
+
+
+def _given_template(path: str) -> bytes:
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise GivenTemplateError(path, error.strerror or type(error).__name__) from error
+    if len(content) > MAX_FILE_BYTES:
+        raise GivenTemplateError(path, f"it is larger than {MAX_FILE_BYTES} bytes")
+    return content
 
 
 def json_object(content: bytes) -> dict[str, Any]:

@@ -94,7 +94,13 @@ def run(settings: WorkerSettings, modules: Modules = Modules()) -> int:
             check_settings(settings)
         model_dir = resolve_model(settings.model)
         weights = settings.load_format is LoadFormat.SAFETENSORS
-        model_files.check(model_dir, settings, weights=weights, sampling=settings.sampling_defaults)
+        model_files.check(
+            model_dir,
+            settings,
+            weights=weights,
+            sampling=settings.sampling_defaults,
+            intended=model_files.intended_by(settings),
+        )
         with private_directory("radixgrove-worker-") as directory:
             if settings.node_rank > 0:
                 settings = resolve_settings(settings, model_dir, settings.port)

@@ -21,10 +21,11 @@ from radixgrove.protocol.model.directory import (
     ModelDirectory,
     weight_files,
 )
+from radixgrove.protocol.model.fit import Intended, check_fit
 from radixgrove.protocol.openai.sampling import SamplingDefaults
-from radixgrove.protocol.settings import SamplingSource
+from radixgrove.protocol.settings import DType, SamplingSource, WorkerSettings
 from radixgrove.protocol.text.templates import ChatTemplate
-from radixgrove.protocol.text.tokenizer import Prompting
+from radixgrove.protocol.text.tokenizer import GivenTemplateError, Prompting
 
 _log = logging.getLogger(__name__)
 
@@ -49,8 +50,10 @@ def check(
     *,
     weights: bool,
     sampling: SamplingSource = SamplingSource.MODEL,
+    intended: Intended | None = None,
 ) -> None:
-    """Looks at configuration, tokenizer and, with `weights`, at the weights' headers.
+    """Looks at configuration, tokenizer and, with `weights`, at the weights' headers; then at what
+    is intended with the model.
 
     Says how the output is read and how tokens are drawn by default, and warns of a tokenizer that
     knows more tokens than the model.
@@ -67,12 +70,14 @@ def check(
         form = model.tokenizer.format
         if weights:
             _check_weights(model_dir)
-    except (UnknownFormatError, _GivenTemplateError) as error:
+    except (UnknownFormatError, GivenTemplateError) as error:
         raise ModelError(str(error)) from error
     except ValueError as error:
         if isinstance(error, ModelError) and not isinstance(error, DamagedFileError):
             raise ModelError(f"model directory '{model_dir}': {error}") from error
         raise _damaged(model_dir, str(error)) from error
+    if intended is not None:
+        check_fit(model.config, intended)
     unread = ": requests with tools are refused" if form.calls is None else ""
     _log.info("output format: %s%s", form, unread)
     if sampling is SamplingSource.MODEL:
@@ -86,6 +91,19 @@ def check(
         )
 
 
+def intended_by(settings: WorkerSettings) -> Intended:
+    """How a worker is to run its model."""
+    return Intended(
+        tp=settings.tp,
+        pp=settings.pp,
+        ep=settings.ep,
+        pp_layers=tuple(settings.pp_layers),
+        dtype="" if settings.dtype is DType.AUTO else settings.dtype,
+        quantize=settings.quantize,
+        max_model_len=settings.max_model_len,
+    )
+
+
 def _say_sampling(recommended: SamplingDefaults) -> None:
     usual = msgspec.structs.asdict(SamplingDefaults())
     changed = {k: v for k, v in msgspec.structs.asdict(recommended).items() if v != usual[k]}
@@ -97,10 +115,6 @@ def _say_sampling(recommended: SamplingDefaults) -> None:
         )
 
 
-class _GivenTemplateError(ModelError):
-    """A template in place of the model's own: the model is not to blame."""
-
-
 def _check_template(source: str, model: ModelDirectory, prompting: Prompting | None) -> None:
     given = prompting.chat_template if prompting is not None else None
     try:
@@ -108,7 +122,7 @@ def _check_template(source: str, model: ModelDirectory, prompting: Prompting | N
     except ValueError as error:
         if given is None:
             raise
-        raise _GivenTemplateError(f"chat_template '{given}': {error}") from error
+        raise GivenTemplateError(given, str(error)) from error
 
 
 def _check_weights(model_dir: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from radixgrove.protocol.model.config import ModelConfig, ModelError
+from radixgrove.protocol.model.config import ModelConfig
 from radixgrove.protocol.model.fit import count_projected
 from radixgrove.protocol.model.split import check_stages
 
@@ -45,14 +45,10 @@ def split_layers(
     Raises:
         ModelError: there are fewer layers than stages, or `wanted` are not this model's.
     """
-    total = config.num_layers
+    check_stages(config, stages, wanted)
     if wanted:
-        if len(wanted) != stages or sum(wanted) != total:
-            raise ModelError(
-                f"pp_layers {wanted} are not the model's {total} layers in {stages} stages"
-            )
         return wanted
-    check_stages(config, stages)
+    total = config.num_layers
     layer, head = _parameters(config)
     weights = [layer] * stages
     weights[-1] += head // 4 if on_cpu else 0
