@@ -47,7 +47,8 @@ def test_the_engine_gets_a_grammar_and_every_choice_the_same(frontend: Frontend)
 
 
 def test_what_asks_for_nothing_gives_the_engine_nothing(frontend: Frontend) -> None:
-    both(frontend, response_format={"type": "text"}, structured_outputs=None, bad_words=[])
+    nothing = {"structured_outputs": None, "bad_words": [], "max_reasoning_tokens": 5}
+    both(frontend, response_format={"type": "text"}, **nothing)
     assert [submit.rules for submit in frontend.engine.submits] == [None] * 4
 
 
