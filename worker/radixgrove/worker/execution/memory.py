@@ -13,16 +13,15 @@ import torch
 from radixgrove.protocol.model.config import ModelConfig, ModelError
 from radixgrove.protocol.model.fit import count_parameters
 from radixgrove.protocol.settings import WorkerSettings
-from radixgrove.service.machine import free_memory, memory_limit
+from radixgrove.service.machine import memory_limit
 from radixgrove.worker.attention.kv_pool import KvGroup, KvShape
+from radixgrove.worker.execution import host_room
 from radixgrove.worker.execution.choices import Limits
 from radixgrove.worker.parallel.group import Shard
 
 GIB = 1 << 30
 # Without `kv_tokens` a CPU engine takes no more than this: it shares its machine.
 _CPU_POOL_BYTES = 2 * GIB
-# Of the host memory that is free, what a host tier may take: the process itself grows yet.
-_HOST_TIER_SHARE = 0.95
 # Free memory left beside the pool on CUDA: allocator fragmentation and library workspaces.
 _CUDA_MARGIN = GIB // 4
 # Tokens of a cached prompt, beside its last window, for which that window is kept.
@@ -138,13 +137,8 @@ def host_tier_pages(settings: WorkerSettings, shape: KvShape, ranks: int, local:
             f"{asked} is less than one page of {shape.page_bytes / (1 << 20):.2f} MiB{each}; "
             "raise it, or set 0"
         )
-    free = free_memory()
-    needed = local * pages * shape.page_bytes
-    if needed > free * _HOST_TIER_SHARE:
-        raise MemoryShortage(
-            f"{asked} needs {_gib(needed)} of host memory, but {_gib(free)} are free, of "
-            f"which a host tier may take {_HOST_TIER_SHARE:.0%}; lower host_cache_gib"
-        )
+    if why := host_room.shortage(local * pages * shape.page_bytes):
+        raise MemoryShortage(f"{asked} {why}")
     return pages
 
 
