@@ -23,7 +23,7 @@ import zmq.asyncio
 
 from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.model.config import ModelError
-from radixgrove.protocol.settings import LoadFormat, LogLevel, WorkerSettings
+from radixgrove.protocol.settings import LogLevel, WorkerSettings
 from radixgrove.service import exit_codes, logs
 from radixgrove.service.children import Child
 from radixgrove.service.directories import private_directory
@@ -93,14 +93,9 @@ def run(settings: WorkerSettings, modules: Modules = Modules()) -> int:
         if settings.node_rank == 0:  # the others have no frontends, nor need the files of these
             check_settings(settings)
         model_dir = resolve_model(settings.model)
-        weights = settings.load_format is LoadFormat.SAFETENSORS
-        model_files.check(
-            model_dir,
-            settings,
-            weights=weights,
-            sampling=settings.sampling_defaults,
-            intended=model_files.intended_by(settings),
-        )
+        model = model_files.check_for(settings, model_dir)
+        for remark in model_files.remarks(model, settings):
+            _log.log(logging.WARNING if remark.warns else logging.INFO, "%s", remark.text)
         with private_directory("radixgrove-worker-") as directory:
             if settings.node_rank > 0:
                 settings = resolve_settings(settings, model_dir, settings.port)

@@ -6,13 +6,14 @@ of loading. Weights are not read: only the headers of their files, against the f
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 from safetensors import SafetensorError, safe_open
 
-from radixgrove.protocol.formats.table import UnknownFormatError
+from radixgrove.protocol.formats.table import AUTO, UnknownFormatError
 from radixgrove.protocol.model.config import ModelError
 from radixgrove.protocol.model.directory import (
     WEIGHTS,
@@ -23,11 +24,9 @@ from radixgrove.protocol.model.directory import (
 )
 from radixgrove.protocol.model.fit import Intended, check_fit
 from radixgrove.protocol.openai.sampling import SamplingDefaults
-from radixgrove.protocol.settings import DType, SamplingSource, WorkerSettings
+from radixgrove.protocol.settings import DType, LoadFormat, SamplingSource, WorkerSettings
 from radixgrove.protocol.text.templates import ChatTemplate
 from radixgrove.protocol.text.tokenizer import GivenTemplateError, Prompting
-
-_log = logging.getLogger(__name__)
 
 _AGAIN = "download or copy the model again (the demo model: remove that directory)"
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -44,51 +43,25 @@ _OTHER_WEIGHTS = {
 }
 
 
-def check(
-    model_dir: Path,
-    prompting: Prompting | None = None,
-    *,
-    weights: bool,
-    sampling: SamplingSource = SamplingSource.MODEL,
-    intended: Intended | None = None,
-) -> None:
-    """Looks at configuration, tokenizer and, with `weights`, at the weights' headers; then at what
-    is intended with the model.
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """What people should know of a model that can be served."""
 
-    Says how the output is read and how tokens are drawn by default, and warns of a tokenizer that
-    knows more tokens than the model.
+    text: str
+    warns: bool = False
+
+
+def check_for(settings: WorkerSettings, model_dir: Path) -> ModelDirectory:
+    """Refuse a model that a worker with these settings cannot serve, as far as its files say.
 
     Raises:
-        ModelError: the first file that is damaged, or why the model cannot be served.
+        ModelError: as `check`; or the model does not divide as asked, or is shorter than asked.
     """
-    try:
-        model = ModelDirectory.load(model_dir, prompting)
-        tokens = model.tokenizer.size
-        template = model.tokenizer.chat_template()
-        if template is not None:
-            _check_template(template, model, prompting)
-        form = model.tokenizer.format
-        if weights:
-            _check_weights(model_dir)
-    except (UnknownFormatError, GivenTemplateError) as error:
-        raise ModelError(str(error)) from error
-    except ValueError as error:
-        if isinstance(error, ModelError) and not isinstance(error, DamagedFileError):
-            raise ModelError(f"model directory '{model_dir}': {error}") from error
-        raise _damaged(model_dir, str(error)) from error
-    if intended is not None:
-        check_fit(model.config, intended)
-    unread = ": requests with tools are refused" if form.calls is None else ""
-    _log.info("output format: %s%s", form, unread)
-    if sampling is SamplingSource.MODEL:
-        _say_sampling(model.sampling)
-    if tokens > model.config.vocab_size:
-        _log.warning(
-            "the tokenizer has %d token ids and the model rows for %d: prompts with one of the "
-            "others are refused",
-            tokens,
-            model.config.vocab_size,
-        )
+    weights = settings.load_format is LoadFormat.SAFETENSORS
+    model = check(model_dir, settings, weights=weights)
+    # Ranks would find it out one by one, after they have been started.
+    check_fit(model.config, intended_by(settings))
+    return model
 
 
 def intended_by(settings: WorkerSettings) -> Intended:
@@ -104,14 +77,56 @@ def intended_by(settings: WorkerSettings) -> Intended:
     )
 
 
-def _say_sampling(recommended: SamplingDefaults) -> None:
+def check(model_dir: Path, prompting: Prompting | None = None, *, weights: bool) -> ModelDirectory:
+    """Looks at configuration, tokenizer and, with `weights`, at the weights' headers.
+
+    Raises:
+        ModelError: the first file that is damaged, or why the model cannot be served.
+    """
+    try:
+        model = ModelDirectory.load(model_dir, prompting)
+        _ = model.tokenizer.size, model.tokenizer.format  # both are read of the files here
+        template = model.tokenizer.chat_template()
+        if template is not None:
+            _check_template(template, model, prompting)
+        if weights:
+            _check_weights(model_dir)
+    except (UnknownFormatError, GivenTemplateError) as error:
+        raise ModelError(str(error)) from error
+    except ValueError as error:
+        if isinstance(error, ModelError) and not isinstance(error, DamagedFileError):
+            raise ModelError(f"model directory '{model_dir}': {error}") from error
+        raise _damaged(model_dir, str(error)) from error
+    return model
+
+
+def remarks(model: ModelDirectory, settings: WorkerSettings) -> Iterator[Remark]:
+    """How the output is read, how tokens are drawn by default, and a tokenizer that knows more
+    tokens than the model."""
+    form = model.tokenizer.format
+    unread = ": requests with tools are refused" if form.calls is None else ""
+    template = model.tokenizer.tool_template() or model.tokenizer.chat_template() or ""
+    unknown = bool(unread) and settings.output_format == AUTO and "tools" in template
+    yield Remark(f"output format: {form}{unread}", warns=unknown)
+    if settings.sampling_defaults is SamplingSource.MODEL:
+        yield from _recommended(model.sampling)
+    tokens, rows = model.tokenizer.size, model.config.vocab_size
+    if tokens > rows:
+        yield Remark(
+            f"the tokenizer has {tokens} token ids and the model rows for {rows}: prompts with one "
+            "of the others are refused",
+            warns=True,
+        )
+
+
+def _recommended(sampling: SamplingDefaults) -> Iterator[Remark]:
     usual = msgspec.structs.asdict(SamplingDefaults())
-    changed = {k: v for k, v in msgspec.structs.asdict(recommended).items() if v != usual[k]}
+    changed = {k: v for k, v in msgspec.structs.asdict(sampling).items() if v != usual[k]}
     if changed:
-        _log.info(
-            "by default tokens are sampled with %s, as the model recommends "
-            "(sampling_defaults: openai keeps OpenAI's values)",
-            ", ".join(f"{name} {value:g}" for name, value in changed.items()),
+        drawn = ", ".join(f"{name} {value:g}" for name, value in changed.items())
+        yield Remark(
+            f"by default tokens are sampled with {drawn}, as the model recommends "
+            "(sampling_defaults: openai keeps OpenAI's values)"
         )
 
 

@@ -173,8 +173,15 @@ def resolve_model(model: str) -> Path:
         AgentError: there is no such directory, or it is none of a model.
         DemoModelError: the demo model cannot be made.
     """
-    if model == "demo":
-        return demo_model.ensure()
+    return demo_model.ensure() if model == "demo" else model_directory(model)
+
+
+def model_directory(model: str) -> Path:
+    """The directory of a model that is not the demo model.
+
+    Raises:
+        AgentError: there is no such directory, or it is none of a model.
+    """
     path = Path(model).expanduser()
     if not path.is_dir():
         on_hub = _HUB_ID.fullmatch(model)
