@@ -11,13 +11,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from click.testing import CliRunner
+from safetensors.numpy import save_file
 
+from radixgrove.cli.commands.doctor import doctor
+from radixgrove.worker.agent import demo_model
 from radixgrove.worker.attention.flashinfer_kernels import PrefillKernel
 from tests.checkout import ROOT
 from tests.cli.test_command import radixgrove
 from tests.conftest import RedisServer
 from tests.protocol.text.tokenizers_of_tests import llama_like
+from tests.worker.agent.conftest import TINY_CONFIG
 
 
 def findings(*arguments: str, **environ: str) -> tuple[int, list[dict[str, Any]]]:
@@ -25,19 +31,27 @@ def findings(*arguments: str, **environ: str) -> tuple[int, list[dict[str, Any]]
     return result.returncode, [json.loads(line) for line in result.stdout.splitlines()]
 
 
+def found_here(**environ: str) -> tuple[int, list[dict[str, Any]]]:
+    """As `findings`, in this process."""
+    clean = {name: None for name in os.environ if name.startswith("RADIXGROVE_")}
+    result = CliRunner().invoke(doctor, ["--json"], env=clean | environ, standalone_mode=False)
+    assert isinstance(result.return_value, int), result.output
+    return result.return_value, [json.loads(line) for line in result.stdout.splitlines()]
+
+
 def about(subject: str, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [finding for finding in found if finding["subject"] == subject]
 
 
 def test_versions_machine_and_settings_are_reported() -> None:
-    code, found = findings()
+    code, found = found_here()
     assert code == 0
     assert "torch" in about("libraries", found)[0]["text"]
     assert about("worker", found)[0]["text"] == "all settings at their defaults"
 
 
 def test_the_backend_that_auto_takes_is_named() -> None:
-    _, found = findings(RADIXGROVE_DEVICE="cpu")
+    _, found = found_here(RADIXGROVE_DEVICE="cpu")
     said = about("backend", found)[0]["text"]
     assert re.match(
         r"attention auto: torch here, (flashinfer|triton|torch) on a GPU \(\w.+\)$", said
@@ -191,7 +205,7 @@ def test_attention_with_sinks_runs_on_triton_unwarned(hopper: Machine, tmp_path:
 
 
 def test_a_good_redis_passes(redis_server: RedisServer) -> None:
-    code, found = findings(RADIXGROVE_REDIS_URL=redis_server.url)
+    code, found = found_here(RADIXGROVE_REDIS_URL=redis_server.url)
     assert code == 0
     assert "version" in about("redis", found)[0]["text"]
 
@@ -200,61 +214,209 @@ def test_an_evicting_redis_fails(redis_server: RedisServer) -> None:
     with socket.create_connection(("127.0.0.1", redis_server.port)) as connection:
         connection.sendall(b"CONFIG SET maxmemory-policy allkeys-lru\r\n")
         assert connection.recv(16).startswith(b"+OK")
-    code, found = findings(RADIXGROVE_REDIS_URL=redis_server.url)
+    code, found = found_here(RADIXGROVE_REDIS_URL=redis_server.url)
     assert code == 1
     assert "needs noeviction" in about("redis", found)[-1]["text"]
 
 
 def test_an_absent_redis_fails_without_its_password(free_port: int) -> None:
     url = f"redis://:hush@127.0.0.1:{free_port}/0"
-    code, found = findings(RADIXGROVE_REDIS_URL=url)
+    code, found = found_here(RADIXGROVE_REDIS_URL=url)
     assert code == 1
     assert about("redis", found)[0]["verdict"] == "FAIL"
     assert "hush" not in json.dumps(found)
 
 
-def test_a_taken_port_is_a_warning() -> None:
+def test_a_taken_port_is_a_warning_with_the_way_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        code, found = findings(RADIXGROVE_PORT=str(port))
+        code, found = found_here(RADIXGROVE_PORT=str(port))
     assert code == 0
-    verdicts = {f["verdict"] for f in about("port", found) if f":{port}:" in f["text"]}
-    assert verdicts == {"warn"}
+    said = [finding for finding in about("port", found) if str(port) in finding["text"]]
+    assert [finding["verdict"] for finding in said] == ["warn", "warn"]
+    for part, finding in zip(("router", "worker"), said, strict=True):
+        assert finding["text"].startswith(f"{part} cannot listen on 127.0.0.1 port {port}: ")
+        assert "with --port" in finding["text"]
 
 
-def test_a_host_cache_is_held_against_the_memory_there_is() -> None:
-    code, found = findings(RADIXGROVE_HOST_CACHE_GIB="0.001")
-    assert code == 0
-    assert about("host cache", found)[0]["verdict"] == "ok"
-    code, found = findings(RADIXGROVE_HOST_CACHE_GIB="60000")
+def test_an_address_of_another_machine_fails() -> None:
+    code, found = found_here(RADIXGROVE_HOST="192.0.2.1")
     assert code == 1
-    assert about("host cache", found)[0]["verdict"] == "FAIL"
-    assert "lower host_cache_gib" in about("host cache", found)[0]["text"]
-    assert not about("host cache", findings()[1])
+    assert [f["verdict"] for f in about("port", found) if "192.0.2.1" in f["text"]] == ["FAIL"] * 2
 
 
-def test_a_directory_without_a_model_fails(tmp_path: Path) -> None:
-    code, found = findings(RADIXGROVE_MODEL=str(tmp_path))
+def test_a_host_cache_is_held_against_the_memory_that_a_worker_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("radixgrove.worker.execution.host_room.free_memory", lambda: 100 << 30)
+    for wanted, verdict, text in (
+        ("0", "ok", "none; host_cache_gib may be up to 95.00 GiB"),
+        ("94", "ok", "94 GiB of up to 95.00 GiB"),
+        ("96", "FAIL", "lower host_cache_gib"),
+    ):
+        code, found = found_here(RADIXGROVE_HOST_CACHE_GIB=wanted)
+        (said,) = about("host cache", found)
+        assert (code, said["verdict"]) == (int(verdict == "FAIL"), verdict)
+        assert text in said["text"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "parts", "words"),
+    [
+        ({"API_KEYS_FILE": "/nope"}, ("router", "worker"), "API key file /nope cannot be read"),
+        ({"MANAGEMENT_HOST": "0.0.0.0"}, ("router", "worker"), "set management_key"),
+        ({"NODES": "2", "PP": "2"}, ("worker",), "needs --master"),
+    ],
+    ids=str,
+)
+def test_what_a_part_refuses_when_it_starts_fails(
+    environ: dict[str, str], parts: tuple[str, ...], words: str
+) -> None:
+    code, found = found_here(**{f"RADIXGROVE_{name}": value for name, value in environ.items()})
     assert code == 1
-    assert "lacks config.json, tokenizer.json" in about("model", found)[0]["text"]
+    for part in parts:
+        said = about(part, found)[0]
+        assert said["verdict"] == "FAIL"
+        assert words in said["text"]
+        assert not [f for f in about("port", found) if f["text"].startswith(part)]
 
 
-def test_how_the_output_is_read_is_named(tmp_path: Path) -> None:
+def test_a_launcher_of_groups_is_heeded() -> None:
+    code, found = found_here(NNODES="2", NODE_RANK="1", RADIXGROVE_PP="2")
+    assert code == 1
+    assert "a group of 2 machines needs --master" in about("worker", found)[0]["text"]
+    result = CliRunner().invoke(doctor, env={"NNODES": "two"})
+    assert result.exit_code != 0
+    assert "NNODES is 'two', which is no number of machines" in result.output
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A directory that a worker would begin to load."""
     for name, content in llama_like("{{ tools }}<tool_call></think>").contents.items():
         (tmp_path / name).write_bytes(content)
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIG))
+    save_file({"model.norm.weight": np.ones(16)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+FOO = json.dumps(TINY_CONFIG | {"architectures": ["FooForCausalLM"]})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("config.json", "{bad", "config.json is not a JSON object"),
+        ("config.json", "[1]", "config.json is not a JSON object: it is a list"),
+        ("config.json", FOO, "architecture not supported: FooForCausalLM"),
+        ("tokenizer.json", "{}", "tokenizer.json is malformed"),
+        ("model.safetensors", "short", "model.safetensors is incomplete or damaged"),
+    ],
+)
+def test_a_model_that_a_worker_refuses_fails(
+    name: str, content: str, words: str, model: Path
+) -> None:
+    assert found_here(RADIXGROVE_MODEL=str(model))[0] == 0
+    (model / name).write_text(content)
+    code, found = found_here(RADIXGROVE_MODEL=str(model))
+    assert code == 1
+    (said,) = about("model", found)
+    assert said["verdict"] == "FAIL"
+    assert words in said["text"]
+
+
+def test_a_directory_without_a_model_is_called_what_it_is(tmp_path: Path) -> None:
+    for path, words in ((tmp_path, "has no config.json"), (tmp_path / "no", "is not a directory")):
+        code, found = found_here(RADIXGROVE_MODEL=str(path))
+        assert code == 1
+        assert words in about("model", found)[0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("OUTPUT_FORMAT", "herms", "output_format must be one of auto, none"),
+        ("CHAT_TEMPLATE", "/nope", "No such file"),
+        ("MAX_MODEL_LEN", "99999", "max_model_len 99999 exceeds the model's 8192"),
+        ("TP", "2", "tp 2 does not divide the model's 9 query heads"),
+    ],
+)
+def test_settings_that_do_not_fit_the_model_fail(
+    name: str, value: str, words: str, demo_model_dir: Path
+) -> None:
+    _, found = found_here(**{f"RADIXGROVE_{name}": value})
+    (said,) = about("model", found)
+    assert said["verdict"] == "FAIL"
+    assert words in said["text"]
+
+
+def test_how_the_output_is_read_is_named(model: Path) -> None:
     for wanted, text in (
         ("auto", "hermes (reasoning in <think>)"),
         ("glm", "glm (reasoning in <think>)"),
         ("none", "none (no reasoning): requests with tools are refused"),
     ):
-        environ = {"RADIXGROVE_MODEL": str(tmp_path), "RADIXGROVE_OUTPUT_FORMAT": wanted}
-        assert about("output", findings(**environ)[1])[0]["text"] == text
-    _, found = findings(RADIXGROVE_MODEL=str(tmp_path), RADIXGROVE_OUTPUT_FORMAT="homer")
-    assert about("output", found)[0]["verdict"] == "FAIL"
+        environ = {"RADIXGROVE_MODEL": str(model), "RADIXGROVE_OUTPUT_FORMAT": wanted}
+        size, remark = about("model", found_here(**environ)[1])
+        assert size["text"].startswith(f"{model}: 0.00 billion parameters")
+        assert remark == {"verdict": "ok", "subject": "model", "text": f"output format: {text}"}
+
+
+def test_the_demo_model_is_named_with_its_format(demo_model_dir: Path) -> None:
+    size, remark = about("model", found_here()[1])
+    assert size["text"].startswith(f"{demo_model_dir}: 0.13 billion parameters, 0.54 GB")
+    assert "requests with tools are refused" in remark["text"]
+
+
+def test_the_demo_model_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "cache"
+    code, found = found_here(XDG_CACHE_HOME=str(cache))
+    assert code == 0
+    assert f"at first use, into {cache}/" in about("model", found)[0]["text"]
+    assert not cache.exists()
+    monkeypatch.setattr(demo_model, "_DISK_BYTES", 1 << 60)
+    code, found = found_here(XDG_CACHE_HOME=str(cache))
+    assert code == 1
+    assert "MB free: make room" in about("model", found)[0]["text"]
+
+
+BLIND = """
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *rest: None if name in {absent} else find(name, *rest)
+"""
+
+
+def test_a_machine_for_routers_alone_is_looked_at_too(tmp_path: Path) -> None:
+    absent = ["torch", "psutil", "safetensors", "zmq", "numpy"]
+    (tmp_path / "sitecustomize.py").write_text(BLIND.format(absent=absent))
+    code, found = findings(PYTHONPATH=str(tmp_path))
+    assert code == 0
+    assert "pip install 'radixgrove[worker]'" in about("worker", found)[0]["text"]
+    assert len(about("port", found)) == 2
 
 
 def test_cuda_on_a_machine_without_one_fails() -> None:
-    code, found = findings(RADIXGROVE_DEVICE="cuda", PATH="/nonexistent")
+    code, found = found_here(RADIXGROVE_DEVICE="cuda", PATH="/nonexistent")
     assert code == 1
     assert about("gpu", found)[0]["verdict"] == "FAIL"
+    assert "nvidia-smi lists no GPU" in about("gpu", found)[0]["text"]
+
+
+def test_ranks_without_a_gpu_each_fail(hopper: Machine) -> None:
+    for settings, fails in (
+        ({"RADIXGROVE_PP": "2"}, True),
+        ({"RADIXGROVE_PP": "2", "RADIXGROVE_TRANSPORT": "gloo"}, False),
+        ({"RADIXGROVE_TP": "2", "RADIXGROVE_DEVICE": "cpu"}, False),
+    ):
+        path = os.pathsep.join([str(hopper.folder / "bin"), os.environ["PATH"]])
+        _, found = found_here(PATH=path, **settings)
+        said = [finding["text"] for finding in about("gpu", found)[1:]]
+        assert (
+            said
+            == [
+                "rank 1 of this machine has no device: there are 1; lower tp, pp or "
+                "dp, raise nodes, or let stages share devices with transport gloo"
+            ]
+            * fails
+        )

@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
 from radixgrove.cli.configuration import redact, show
 from radixgrove.cli.redis_server import HOW_TO_GET, find_binary
 from radixgrove.cli.resolving import UpParts, resolve_part
+from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.settings import (
     AttentionChoice,
     Device,
     DType,
     KVDType,
+    LoadFormat,
     RouterSettings,
+    Transport,
     WorkerSettings,
 )
 from radixgrove.service import exit_codes
-from radixgrove.service.listening import bound_socket
+from radixgrove.service.listening import BindingError, listen, listen_for_management
+from radixgrove.service.settings_check import check_settings
 
 if TYPE_CHECKING:
     from radixgrove.protocol.model.config import ModelConfig
@@ -48,6 +54,11 @@ _LIBRARIES = (
     ("flashinfer-python", "cuda"),
     ("kopf", "operator"),
 )
+# Modules without which a part does not start.
+_NEEDED = {
+    "router": ("aiohttp", "fastapi", "redis"),
+    "worker": ("psutil", "safetensors", "torch", "zmq"),
+}
 _MIN_REDIS = (6, 2)
 _UNTRIED_PYTHON = (3, 14)
 _HOPPER = 9  # major number of the compute capability
@@ -55,6 +66,9 @@ _HOPPER = 9  # major number of the compute capability
 _GAIN = "FlashInfer computes 1.15 times Triton's tokens of prompts a second (Llama-3.1-8B, H200)"
 _HOW_TO_COMPILE = "`radixgrove compile-kernels` compiles it, without a GPU"
 _HOW_TO_INSTALL = f"pip install 'radixgrove[cuda]'; then {_HOW_TO_COMPILE}"
+
+
+_PartSettings = TypeVar("_PartSettings", RouterSettings, WorkerSettings)
 
 
 class Verdict(StrEnum):
@@ -74,31 +88,50 @@ class Finding:
 @click.option("--config", "path", metavar="FILE", help="YAML file of settings.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a finding, for reports.")
 def doctor(path: str | None, as_json: bool) -> int:
+    failed = False
+    for finding in _findings(path):
+        failed |= finding.verdict is Verdict.FAIL
+        if as_json:
+            click.echo(json.dumps(finding.__dict__))
+        else:
+            click.echo(f"{finding.verdict:<5}{finding.subject:<12}{finding.text}")
+    return exit_codes.FAILED if failed else exit_codes.OK
+
+
+def _findings(path: str | None) -> Iterator[Finding]:
     parts = UpParts(path, {})
     router: RouterSettings = parts.router.settings
     # Addresses as a lone worker would use them; `up` chooses free ones.
-    worker: WorkerSettings = resolve_part("worker", path, {}).settings
-    failed = False
-    checks: list[Callable[[], Iterable[Finding]]] = [
-        _versions,
-        lambda: _gpus(worker),
-        lambda: _host_cache(worker),
-        lambda: _redis(worker.redis_url or router.redis_url),
-        lambda: _ports("router", router),
-        lambda: _ports("worker", worker),
-        lambda: _model(worker),
-        lambda: _settings(
-            [("router", parts.router.sources, router), ("worker", parts.worker.sources, worker)]
-        ),
-    ]
-    for check in checks:
-        for finding in check():
-            failed |= finding.verdict is Verdict.FAIL
-            if as_json:
-                click.echo(json.dumps(finding.__dict__))
-            else:
-                click.echo(f"{finding.verdict:<5}{finding.subject:<12}{finding.text}")
-    return exit_codes.FAILED if failed else exit_codes.OK
+    lone = resolve_part("worker", path, {})
+    absent = {part: _absent(modules) for part, modules in _NEEDED.items()}
+    worker: WorkerSettings = lone.settings if absent["worker"] else _in_group(lone.settings)
+    yield from _versions()
+    yield from _not_installed(absent)
+    if not absent["worker"]:
+        yield from _machine()
+        yield from _gpus(worker)
+        yield from _host_cache(worker)
+    yield from _redis(worker.redis_url or router.redis_url)
+    if not absent["router"]:
+        yield from _start("router", router, _check_router)
+    if not absent["worker"]:
+        yield from _start("worker", worker, _check_worker)
+        yield from _model(worker)
+    yield _settings("router", parts.router.sources, router)
+    yield _settings("worker", lone.sources, worker)
+
+
+def _absent(modules: Iterable[str]) -> list[str]:
+    return [name for name in modules if importlib.util.find_spec(name) is None]
+
+
+def _not_installed(absent: dict[str, list[str]]) -> Iterable[Finding]:
+    """Parts that cannot run here: no fault where another can, as in an image of one part."""
+    verdict = Verdict.FAIL if all(absent.values()) else Verdict.OK
+    for part, modules in absent.items():
+        if modules:
+            text = f"none runs here without {', '.join(modules)}: pip install 'radixgrove[{part}]'"
+            yield Finding(verdict, part, text)
 
 
 def _versions() -> Iterable[Finding]:
@@ -118,8 +151,8 @@ def _versions() -> Iterable[Finding]:
             missing.append(f"{name} [{extra}]")
     yield Finding(Verdict.OK, "libraries", ", ".join(found))
     if missing:
-        yield Finding(Verdict.WARN, "libraries", f"absent: {', '.join(missing)}")
-    yield from _machine()
+        # What is needed of them is said where it is: of a part, of the backend, of the demo model.
+        yield Finding(Verdict.OK, "libraries", f"absent: {', '.join(missing)}")
 
 
 def _machine() -> Iterable[Finding]:
@@ -138,13 +171,20 @@ def _gpus(settings: WorkerSettings) -> Iterable[Finding]:
     gpus = _visible_gpus()
     for line, _ in gpus:
         yield Finding(Verdict.OK, "gpu", line)
-    wanted = settings.device is Device.CUDA
-    if not gpus:
-        verdict = Verdict.FAIL if wanted else Verdict.OK
-        yield Finding(verdict, "gpu", "none: workers run on the CPU")
-    elif settings.tp > len(gpus):
-        yield Finding(Verdict.FAIL, "gpu", f"tp {settings.tp} needs more than {len(gpus)} GPUs")
     on_gpu = bool(gpus) and settings.device is not Device.CPU
+    if not gpus and settings.device is Device.CUDA:
+        text = (
+            "device cuda is set, but nvidia-smi lists no GPU: install its driver, or set device to"
+        )
+        yield Finding(Verdict.FAIL, "gpu", f"{text} auto or cpu")
+    elif not gpus:
+        yield Finding(Verdict.OK, "gpu", "none: workers run on the CPU")
+    elif on_gpu and settings.transport is not Transport.GLOO:
+        from radixgrove.worker.parallel.layout import lacks_device
+
+        ranks = settings.tp * settings.pp * settings.dp // settings.nodes
+        if why := lacks_device(ranks - 1, len(gpus)):
+            yield Finding(Verdict.FAIL, "gpu", why)
     yield _backend(settings, gpus[0][1] if on_gpu else None)
 
 
@@ -242,36 +282,26 @@ def _config(settings: WorkerSettings) -> ModelConfig | None:
     """The model's; None where it is not there, or not one that is served."""
     from radixgrove.protocol.model.config import ModelError
     from radixgrove.protocol.model.directory import load_config
-    from radixgrove.worker.agent.demo_model import NAME, default_cache_dir
+    from radixgrove.worker.agent import demo_model
 
     demo = settings.model == "demo"
     try:
-        return load_config(
-            default_cache_dir() / NAME if demo else Path(settings.model).expanduser()
-        )
+        return load_config(demo_model.directory() if demo else Path(settings.model).expanduser())
     except ModelError:
         return None
 
 
 def _host_cache(settings: WorkerSettings) -> Iterable[Finding]:
     """Whether there is memory for it: a worker takes it whole when it starts."""
-    wanted = settings.host_cache_gib
+    from radixgrove.worker.execution import host_room
+
+    wanted, room = settings.host_cache_gib, host_room.describe_room()
     if not wanted:
-        return
-    import psutil
-
-    from radixgrove.service.machine import memory_limit
-
-    limit, available = memory_limit(), psutil.virtual_memory().available
-    text = (
-        f"{wanted:g} GiB of host memory for cached pages: the limit is {limit / 2**30:.1f} GiB, "
-        f"{available / 2**30:.1f} GiB of the machine are free"
-    )
-    if wanted * 2**30 >= limit:
-        yield Finding(Verdict.FAIL, "host cache", f"{text}; lower host_cache_gib")
+        yield Finding(Verdict.OK, "host cache", f"none; host_cache_gib may be up to {room}")
+    elif why := host_room.shortage(int(wanted * host_room.GIB) // settings.nodes):
+        yield Finding(Verdict.FAIL, "host cache", f"host_cache_gib {wanted:g} {why}")
     else:
-        enough = wanted * 2**30 < available
-        yield Finding(Verdict.OK if enough else Verdict.WARN, "host cache", text)
+        yield Finding(Verdict.OK, "host cache", f"{wanted:g} GiB of up to {room}")
 
 
 def _redis(url: str | None) -> Iterable[Finding]:
@@ -309,60 +339,98 @@ def _redis(url: str | None) -> Iterable[Finding]:
         yield Finding(Verdict.FAIL, "redis", str(error))
 
 
-def _ports(part: str, settings: RouterSettings | WorkerSettings) -> Iterable[Finding]:
-    for host, port in (
-        (settings.host, settings.port),
-        (settings.management_host, settings.management_port),
-    ):
-        try:
-            bound_socket(host, port).close()
-        except OSError as error:
-            # Not a failure: most likely the cluster that is to be looked at runs already.
-            yield Finding(Verdict.WARN, "port", f"{part} {host}:{port}: {error.strerror}")
-        else:
-            yield Finding(Verdict.OK, "port", f"{part} {host}:{port} is free")
+def _check_router(settings: RouterSettings) -> None:
+    from radixgrove.router.main import check
+
+    check(settings)
 
 
-def _model(worker: WorkerSettings) -> Iterable[Finding]:
-    model = worker.model
-    if model == "demo":
-        from radixgrove.worker.agent.demo_model import NAME, default_cache_dir, is_ready
-
-        ready = is_ready(default_cache_dir() / NAME)
-        text = "converted" if ready else "will be downloaded (93 MB) and converted at first use"
-        yield Finding(Verdict.OK, "model", f"demo: {text}")
-        return
-    path = Path(model).expanduser()
-    missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
-    if missing:
-        yield Finding(Verdict.FAIL, "model", f"{path} lacks {', '.join(missing)}")
-        return
-    weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    verdict = Verdict.OK if weights else Verdict.FAIL
-    kind = json.loads((path / "config.json").read_bytes()).get("architectures")
-    yield Finding(verdict, "model", f"{path}: {kind}, {weights / 1e9:.2f} GB of safetensors")
-    yield _format(path, worker)
-
-
-def _format(path: Path, worker: WorkerSettings) -> Finding:
-    """How the model is taken to write reasoning and tool calls."""
-    from radixgrove.protocol.formats.table import UnknownFormatError
-    from radixgrove.protocol.text.tokenizer import TokenizerError, TokenizerFiles
+def _in_group(settings: WorkerSettings) -> WorkerSettings:
+    """As a worker has them that a launcher of groups starts in this environment."""
+    from radixgrove.worker.agent.preparation import AgentError, with_group
 
     try:
-        form = TokenizerFiles.load(path, worker).format
-    except (TokenizerError, UnknownFormatError) as error:
-        return Finding(Verdict.FAIL, "output", str(error))
-    verdict = Verdict.OK if form.calls is not None else Verdict.WARN
-    text = str(form) if form.calls is not None else f"{form}: requests with tools are refused"
-    return Finding(verdict, "output", text)
+        return with_group(settings, os.environ)
+    except AgentError as error:
+        click.ClickException(str(error)).show()
+        raise click.exceptions.Exit(error.code) from error
 
 
-def _settings(parts: Iterable[tuple[str, dict[str, str], object]]) -> Iterable[Finding]:
-    for part, sources, settings in parts:
-        changed = [
-            f"{name}={show(getattr(settings, name))}"
-            for name, source in sources.items()
-            if source != "default"
-        ]
-        yield Finding(Verdict.OK, part, " ".join(changed) or "all settings at their defaults")
+def _check_worker(settings: WorkerSettings) -> None:
+    from radixgrove.worker.agent.preparation import check_group
+
+    check_group(settings, os.environ)
+    if settings.node_rank == 0:  # the others have no frontends
+        check_settings(settings)
+
+
+def _start(
+    part: str, settings: _PartSettings, check: Callable[[_PartSettings], None]
+) -> Iterable[Finding]:
+    """What the part itself refuses before it starts anything, and its ports."""
+    try:
+        check(settings)
+    except StartFailed as error:
+        yield Finding(Verdict.FAIL, part, str(error))
+        return
+    yield _port(part, settings.host, settings.port, lambda: listen(settings.host, settings.port))
+    yield _port(
+        part,
+        settings.management_host,
+        settings.management_port,
+        lambda: listen_for_management(settings),
+    )
+
+
+def _port(part: str, host: str, port: int, bind: Callable[[], socket.socket]) -> Finding:
+    try:
+        bind().close()
+    except BindingError as error:
+        # One in use is no failure: most likely what is to be looked at runs already.
+        cause = error.__cause__
+        in_use = isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE
+        return Finding(Verdict.WARN if in_use else Verdict.FAIL, "port", f"{part} {error}")
+    return Finding(Verdict.OK, "port", f"{part} {host}:{port} is free")
+
+
+def _model(settings: WorkerSettings) -> Iterable[Finding]:
+    """What a worker says of the model before it starts anything; the demo model is not fetched."""
+    from radixgrove.protocol.model.config import ModelError
+    from radixgrove.worker.agent import demo_model, model_files
+    from radixgrove.worker.agent.preparation import model_directory
+
+    demo = settings.model == "demo"
+    try:
+        if demo and not demo_model.is_ready(demo_model.directory()):
+            demo_model.check_requirements(demo_model.default_cache_dir())
+            text = "demo: will be downloaded (93 MB) and converted at first use, into"
+            yield Finding(Verdict.OK, "model", f"{text} {demo_model.directory()}")
+            return
+        path = demo_model.directory() if demo else model_directory(settings.model)
+        model = model_files.check_for(settings, path)
+    except (ModelError, StartFailed) as error:
+        yield Finding(Verdict.FAIL, "model", str(error))
+        return
+    yield Finding(Verdict.OK, "model", f"{path}: {_size(settings, path, model.config)}")
+    for remark in model_files.remarks(model, settings):
+        yield Finding(Verdict.WARN if remark.warns else Verdict.OK, "model", remark.text)
+
+
+def _size(settings: WorkerSettings, path: Path, config: ModelConfig) -> str:
+    from radixgrove.protocol.model.directory import weight_files
+    from radixgrove.protocol.model.fit import count_parameters
+
+    text = f"{count_parameters(config) / 1e9:.2f} billion parameters"
+    if settings.load_format is not LoadFormat.SAFETENSORS:
+        return text
+    size = sum((path / name).stat().st_size for name in weight_files(path))
+    return f"{text}, {size / 1e9:.2f} GB of safetensors"
+
+
+def _settings(part: str, sources: dict[str, str], settings: object) -> Finding:
+    changed = [
+        f"{name}={show(getattr(settings, name))}"
+        for name, source in sources.items()
+        if source != "default"
+    ]
+    return Finding(Verdict.OK, part, " ".join(changed) or "all settings at their defaults")

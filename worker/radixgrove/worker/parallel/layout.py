@@ -100,3 +100,13 @@ class Layout:
     def last_stage(self, member: int) -> int:
         """The rank that gives the results of a member: the first shard of its last stage."""
         return self.rank(member, self.pp - 1, 0)
+
+
+def lacks_device(local_rank: int, devices: int) -> str:
+    """Why a rank has no device for itself on a machine with so many; "": it has one."""
+    if local_rank < devices:
+        return ""
+    return (
+        f"rank {local_rank} of this machine has no device: there are {devices}; lower tp, pp or "
+        "dp, raise nodes, or let stages share devices with transport gloo"
+    )
