@@ -21,7 +21,7 @@ from tests.conftest import RedisServer
 
 def test_gpus_are_shared_out_without_overlap() -> None:
     assert plan_gpus(2, 2, ["0", "1", "2", "3"]) == [["0", "1"], ["2", "3"]]
-    with pytest.raises(ClusterError, match="3 replicas of 2 GPUs need 6; this machine offers 4"):
+    with pytest.raises(ClusterError, match=r"3 replicas of 2 GPUs each: 6 in all; .* 4"):
         plan_gpus(3, 2, ["0", "1", "2", "3"])
 
 
@@ -29,6 +29,8 @@ def test_every_rank_of_a_replica_has_a_gpu(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(cluster_module, "visible_gpus", lambda: list("01234567"))
     made = cluster(tmp_path / "a", replicas=2, device="cuda", tp=2, pp=2)
     assert made._gpus() == [list("0123"), list("4567")]
+    shared = cluster(tmp_path / "b", replicas=8, device="cuda", pp=2, transport="gloo")
+    assert shared._gpus() == [[index] for index in "01234567"]
 
 
 @pytest.mark.parametrize(
@@ -39,9 +41,14 @@ def test_every_rank_of_a_replica_has_a_gpu(tmp_path: Path, monkeypatch: pytest.M
             1,
             4,
             2,
-            r"^1 replica of 4 GPUs need 4; .* 2: try --tp x --pp x --dp of at most 2, or",
+            r"^1 replica of 4 GPUs each: 4 in all; .* 2: try tp \* pp \* dp of at most 2, or",
         ),
-        (1, 1, 0, r"^1 replica of 1 GPU need 1; .* offers none: try a machine with GPUs, or"),
+        (
+            1,
+            1,
+            0,
+            r"^1 replica of 1 GPU each: 1 in all; .* none: try a machine with GPUs, or",
+        ),
     ],
 )
 def test_what_is_tried_instead_fits_the_gpus_there_are(

@@ -285,9 +285,17 @@ def test_a_launcher_of_groups_is_heeded() -> None:
     code, found = found_here(NNODES="2", NODE_RANK="1", RADIXGROVE_PP="2")
     assert code == 1
     assert "a group of 2 machines needs --master" in about("worker", found)[0]["text"]
-    result = CliRunner().invoke(doctor, env={"NNODES": "two"})
-    assert result.exit_code != 0
-    assert "NNODES is 'two', which is no number of machines" in result.output
+    code, found = found_here(NNODES="two")
+    assert code == 1
+    assert "NNODES is 'two', which is no number of machines" in about("worker", found)[0]["text"]
+
+
+def test_settings_that_a_worker_alone_refuses_are_a_finding() -> None:
+    """The API's port, of routers and workers alike, is a worker's own for its management."""
+    code, found = found_here(RADIXGROVE_PORT="8101")
+    assert code == 1
+    assert "8101 is the port of the API too" in about("worker", found)[0]["text"]
+    assert about("router", found)
 
 
 @pytest.fixture

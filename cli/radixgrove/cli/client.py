@@ -83,7 +83,7 @@ def request(
         Unreachable: no connection, or it broke.
         RequestRefused: an error status.
     """
-    parts = urlsplit(_with_scheme(url))
+    parts = urlsplit(url)
     where = f"{parts.scheme}://{parts.netloc}"
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.hostname or "127.0.0.1", parts.port, timeout=timeout)

@@ -30,13 +30,18 @@ from radixgrove.cli.redis_server import (
     write_private,
 )
 from radixgrove.cli.resolving import UpParts
-from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.keys import router_key
-from radixgrove.protocol.settings import Device, RouterSettings, WorkerSettings, reveal
+from radixgrove.protocol.settings import (
+    Device,
+    RouterSettings,
+    Transport,
+    WorkerSettings,
+    reveal,
+)
 from radixgrove.protocol.words import counted
 from radixgrove.service import exit_codes, machine
 from radixgrove.service.children import Sink
-from radixgrove.service.listening import API, MANAGEMENT, bound_socket
+from radixgrove.service.listening import API, MANAGEMENT, bound_socket, code_of
 from radixgrove.service.probing import is_ready, local_address
 from radixgrove.service.processes import on_end
 from radixgrove.service.supervisor import ChildFailed, Supervised
@@ -47,12 +52,8 @@ _GRACE = 10.0  # beyond a part's own drain timeout
 _ID = re.compile(r"[0-9a-f]{8}")
 
 
-class ClusterError(StartFailed):
-    """The cluster cannot start; the text says what to change, `code` is the exit code."""
-
-    def __init__(self, message: str, code: int = exit_codes.FAILED) -> None:
-        super().__init__(message)
-        self.code = code
+class ClusterError(exit_codes.CodedStartFailed):
+    """The cluster cannot start; the text says what to change."""
 
 
 def plan_gpus(replicas: int, ranks: int, visible: list[str]) -> list[list[str]]:
@@ -66,11 +67,11 @@ def plan_gpus(replicas: int, ranks: int, visible: list[str]) -> list[list[str]]:
         if offered >= ranks:
             remedy = f"--replicas {offered // ranks}"
         else:
-            fewer = f"--tp x --pp x --dp of at most {offered}"
+            fewer = f"tp * pp * dp of at most {offered}"
             remedy = fewer if offered else "a machine with GPUs"
         raise ClusterError(
-            f"{counted(replicas, 'replica')} of {counted(ranks, 'GPU')} need {replicas * ranks}; "
-            f"this machine offers {offered or 'none'}: try {remedy}, or --device cpu"
+            f"{counted(replicas, 'replica')} of {counted(ranks, 'GPU')} each: {replicas * ranks} "
+            f"in all; this machine offers {offered or 'none'}: try {remedy}, or --device cpu"
         )
     return [visible[index * ranks : (index + 1) * ranks] for index in range(replicas)]
 
@@ -164,9 +165,10 @@ class Cluster:
             ClusterError: a part ended or did not become ready in time.
             UnusableSettings, BindingError: see `check_settings`.
         """
+        from radixgrove.router.main import check
         from radixgrove.service.settings_check import check_settings
 
-        check_settings(self.router)
+        check(self.router)
         check_settings(self.workers[0])
         _check_ports_free(self.router)
         gpus = self._gpus()
@@ -244,6 +246,8 @@ class Cluster:
         if not visible and settings.device is Device.AUTO:
             return []
         ranks = settings.tp * settings.pp * settings.dp
+        if settings.transport is Transport.GLOO:  # ranks may share a GPU
+            ranks = min(ranks, max(1, len(visible) // len(self.workers)))
         return plan_gpus(len(self.workers), ranks, visible)
 
     def _command(
@@ -274,7 +278,7 @@ class Cluster:
     ) -> None:
         """
         Args:
-            parts: whose end is the end of the waiting.
+            parts: waiting ends when one of them ends.
             asked: the part that the probe asks.
             what: of that part.
 
@@ -330,9 +334,11 @@ async def _await_redis(settings: RouterSettings, seconds: float) -> None:
     link = RedisLink(settings.redis_url, key, f"waiting for it for up to {seconds:.0f} s")
     connecting = asyncio.create_task(link.run())
     try:
-        await link.wait_until_tried(seconds)
-        if not link.unsuitable:
-            await link.wait_until_up(seconds)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await link.wait_until_tried(seconds)
+                if not link.unsuitable:
+                    await link.wait_until_up(seconds)
         if not link.up:
             raise ClusterError(f"--redis-url: Redis cannot be used ({link.problem})")
     finally:
@@ -378,7 +384,7 @@ def _lasting_id(state: Path) -> str:
 def _check_ports_free(settings: RouterSettings) -> None:
     """The router's ports, before minutes of loading; clients could not know a port chosen by 0."""
     if settings.port == 0:
-        raise ClusterError("`up` needs a port for its endpoint: --port 8000")
+        raise ClusterError("`up` needs a port for its endpoint: --port 8000", exit_codes.USAGE)
     for listener, host, port in (
         (API, settings.host, settings.port),
         (MANAGEMENT, settings.management_host, settings.management_port),
@@ -387,7 +393,8 @@ def _check_ports_free(settings: RouterSettings) -> None:
             bound_socket(host, port).close()
         except OSError as error:
             another = f", e.g. {listener.port_flag} {free_ports(1)[0]}"
-            raise ClusterError(listener.explain(error, host, port, another)) from error
+            text = listener.explain(error, host, port, another)
+            raise ClusterError(text, code_of(error)) from error
 
 
 def _in_url(host: str) -> str:

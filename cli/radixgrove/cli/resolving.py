@@ -86,7 +86,7 @@ class UpParts:
                 "worker",
                 _less(flags, WORKER_ADDRESS),
                 _less(environment, WORKER_ADDRESS),
-                _less_common(file, WORKER_ADDRESS),
+                _less_of_workers(file),
             )
         except ConfigurationError as error:
             raise ConfigurationUsage(error) from None
@@ -107,3 +107,12 @@ def _less(values: Mapping[str, Any], names: set[str] | frozenset[str]) -> dict[s
 
 def _less_common(file: ConfigFile, names: set[str] | frozenset[str]) -> ConfigFile:
     return ConfigFile(file.name, _less(file.common, names), file.sections)
+
+
+def _less_of_workers(file: ConfigFile) -> ConfigFile:
+    """Without addresses, which `up` chooses for its workers."""
+    sections = {
+        part: _less(values, WORKER_ADDRESS) if part == "worker" else values
+        for part, values in file.sections.items()
+    }
+    return ConfigFile(file.name, _less(file.common, WORKER_ADDRESS), sections)

@@ -141,7 +141,7 @@ class Compilers:
     def compile_missing(self) -> None:
         """Have a process compile what this thread comes to launch; it may fail to.
 
-        The very first kernel is compiled here: the processes are still being started then.
+        The very first kernel is compiled here: the processes are not ready yet.
         """
         kernel = self._launched.__dict__.pop("kernel", None)
         if kernel is None:  # the hook has not seen it

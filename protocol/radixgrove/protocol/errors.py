@@ -37,12 +37,13 @@ class RadixgroveError(Exception):
     │   ├── Ended
     │   └── Malformed
     ├── StartFailed                  a process cannot start, or go on
-    │   ├── AgentError
-    │   │   └── UnusableGroup
-    │   ├── RouterStartError
-    │   ├── ClusterError
-    │   ├── BindingError
-    │   ├── UnusableSettings
+    │   ├── CodedStartFailed         and there is an exit code that says why
+    │   │   ├── AgentError
+    │   │   │   └── UnusableGroup
+    │   │   ├── RouterStartError
+    │   │   ├── ClusterError
+    │   │   ├── BindingError
+    │   │   └── UnusableSettings
     │   ├── NoPrivateDirectory
     │   ├── ChildFailed
     │   ├── TaskEnded

@@ -133,7 +133,7 @@ CorsOrigin = Annotated[str, Field(pattern=_ORIGIN)]
 
 
 def overlap(host: str, other: str) -> bool:
-    """Whether a port of one address is a port of the other: they are the same, or one is every."""
+    """Whether one port cannot be bound at both addresses: they are equal, or one stands for all."""
     every, every_ipv4 = "::", ("0.0.0.0", "")
     host, other = ("127.0.0.1" if name == "localhost" else name for name in (host, other))
     return (

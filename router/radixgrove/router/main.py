@@ -28,8 +28,8 @@ SETTINGS_FILE = "router.json"
 KILL_SECONDS = 5.0  # beyond `drain_timeout`
 
 
-class RouterStartError(StartFailed):
-    """`replicas` are none; the text says what to change."""
+class RouterStartError(exit_codes.CodedStartFailed):
+    """`replicas` has an entry that is no usable address; the text says what to change."""
 
     code = exit_codes.USAGE
 

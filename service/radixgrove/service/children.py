@@ -179,7 +179,7 @@ class Child:
         return self._last(_ERRORS | {"WARNING"})
 
     def _last(self, levels: Collection[str]) -> str | None:
-        """Records come without their time: who quotes them has one of its own."""
+        """Without the time of a record: messages that quote it have their own."""
         tail = self._output.tail if self._output is not None else ()
         other = None
         for line in reversed(tail):

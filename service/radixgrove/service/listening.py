@@ -7,7 +7,6 @@ import ipaddress
 import socket
 from typing import NamedTuple
 
-from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.settings import RouterSettings, WorkerSettings
 from radixgrove.service import exit_codes
 
@@ -15,13 +14,8 @@ from radixgrove.service import exit_codes
 _OF_THE_HOST = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL)
 
 
-class BindingError(StartFailed):
-    """A port cannot be opened as configured; the text says what to change, `code` is the exit
-    code."""
-
-    def __init__(self, message: str, code: int = exit_codes.FAILED) -> None:
-        super().__init__(message)
-        self.code = code
+class BindingError(exit_codes.CodedStartFailed):
+    """A port cannot be opened as configured; the text says what to change."""
 
 
 class Listener(NamedTuple):
@@ -40,9 +34,19 @@ class Listener(NamedTuple):
             another: says which port would do.
         """
         text = f"cannot listen on {host} {self.name} {port}: {error.strerror}; choose "
-        if isinstance(error, socket.gaierror) or error.errno in _OF_THE_HOST:
+        if is_of_the_host(error):
             return f"{text}an address of this machine with {self.host_flag}"
         return f"{text}another with {self.port_flag}{another}"
+
+
+def is_of_the_host(error: OSError) -> bool:
+    """Whether the address is none of this machine's, so that no port of it would do."""
+    return isinstance(error, socket.gaierror) or error.errno in _OF_THE_HOST
+
+
+def code_of(error: OSError) -> int:
+    """The exit code of what cannot listen."""
+    return exit_codes.USAGE if is_of_the_host(error) else exit_codes.FAILED
 
 
 API = Listener("port", "--host", "--port")
@@ -138,7 +142,7 @@ def _bind(listener: Listener, host: str, port: int, *, shared: bool = False) -> 
     try:
         return bound_socket(host, port, shared=shared)
     except OSError as error:
-        raise BindingError(listener.explain(error, host, port)) from error
+        raise BindingError(listener.explain(error, host, port), code_of(error)) from error
 
 
 def _has_ipv6() -> bool:

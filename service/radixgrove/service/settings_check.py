@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.settings import RouterSettings, WorkerSettings
 from radixgrove.service import exit_codes
 from radixgrove.service.auth import ApiKeys, KeyFileError
@@ -10,7 +9,7 @@ from radixgrove.service.listening import check_management
 from radixgrove.service.redis_rules import RedisAddress
 
 
-class UnusableSettings(StartFailed):
+class UnusableSettings(exit_codes.CodedStartFailed):
     """A setting leads to nothing that can be used; the text says which and what is wrong."""
 
     code = exit_codes.USAGE

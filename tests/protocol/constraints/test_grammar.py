@@ -235,6 +235,10 @@ def test_keywords_in_other_letters_are_named_or_refused() -> None:
     assert compiled(schema_of(schema)).ignored == ("maxlength",)
     reason = refused(schema_of(schema, strict=True)).reason
     assert reason == "it is strict, but 'maxlength' is no keyword ('maxLength' is)"
+    slip = {"type": "string", "minlength": 3}
+    pointed = {"$ref": "#/components/x", "components": {"x": {"not": slip}}}
+    for hidden in (pointed, {"dependencies": {"a": {"properties": {"b": slip}}}}):
+        assert "minlength" in compiled(schema_of(hidden)).ignored
 
 
 # ---- refusals ----------------------------------------------------------------------------------

@@ -58,6 +58,11 @@ class AgentProcess(Spoken):
         super().__init__(process, notes / "log")
         self.children: list[psutil.Process] = []
 
+    def heard(self) -> str:
+        """What the engines have been told so far, a line each."""
+        path = self.notes / "engine-heard"
+        return path.read_text() if path.exists() else ""
+
     def wait_ready(self) -> None:
         self.wait_for("ready after")
         self.children = psutil.Process(self.process.pid).children(recursive=True)

@@ -118,8 +118,7 @@ def test_members_are_one_group_that_shows_each_of_them(
     assert [(m.group, m.dp_rank, m.dp) for m in members] == [("g", 0, 2), ("g", 1, 2)]
     assert len({m.url for m in members}) == 1
     assert agent.manage("POST", "/flush-cache")[0] == 202
-    heard = agent.notes / "engine-heard"
-    wait_until(lambda: heard.read_text().count("FlushCache") == 2, what="both flushes")
+    wait_until(lambda: agent.heard().count("FlushCache") == 2, what="both flushes")
 
     assert agent.manage("POST", "/drain")[0] == 200
     leases = [Lease.unpack(data) for data in redis_server.client.hvals(keys.leases)]
@@ -447,8 +446,7 @@ def test_management_flushes_drains_and_changes_the_log_level(start_agent: StartA
     agent = start_agent()
     agent.wait_ready()
     assert agent.manage("POST", "/flush-cache")[0] == 202
-    heard = agent.notes / "engine-heard"
-    wait_until(lambda: heard.exists() and "FlushCache" in heard.read_text(), what="the flush")
+    wait_until(lambda: "FlushCache" in agent.heard(), what="the flush")
 
     assert agent.manage("POST", "/log-level", {"level": "loud"})[0] == 400
     assert agent.manage("POST", "/log-level", {"level": "error"})[0] == 200

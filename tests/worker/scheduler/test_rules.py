@@ -395,10 +395,7 @@ def test_those_that_wait_for_a_row_begin_with_the_next_lexer(
     renewed = renewals(run, monkeypatch)
     for i in range(60):
         run.submit(request(f"r{i}", encode(f"say {i}"), 90, stop=(EOS,), rules=rules_of(BRANCHES)))
-    wait_for_grammars(run)
-    while run.scheduler.has_work:
-        run.step()
-        wait_for_lexers(run)
+    run_renewing(run)
     assert all(isinstance(end, Tokens) for end in run.ended.values())
     assert len(renewed) > 8
     assert 0 not in renewed

@@ -22,7 +22,7 @@ import click
 
 from radixgrove.cli.configuration import redact, show
 from radixgrove.cli.redis_server import HOW_TO_GET, find_binary
-from radixgrove.cli.resolving import UpParts, resolve_part
+from radixgrove.cli.resolving import ConfigurationUsage, UpParts, resolve_part
 from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.settings import (
     AttentionChoice,
@@ -56,7 +56,7 @@ _LIBRARIES = (
 )
 # Modules without which a part does not start.
 _NEEDED = {
-    "router": ("aiohttp", "fastapi", "redis"),
+    "router": ("aiohttp", "fastapi", "redis", "uvloop"),
     "worker": ("psutil", "safetensors", "torch", "zmq"),
 }
 _MIN_REDIS = (6, 2)
@@ -101,8 +101,12 @@ def doctor(path: str | None, as_json: bool) -> int:
 def _findings(path: str | None) -> Iterator[Finding]:
     parts = UpParts(path, {})
     router: RouterSettings = parts.router.settings
-    # Addresses as a lone worker would use them; `up` chooses free ones.
-    lone = resolve_part("worker", path, {})
+    lone = parts.worker
+    try:
+        # Addresses as a lone worker would use them; `up` chooses free ones.
+        lone = resolve_part("worker", path, {})
+    except ConfigurationUsage as error:
+        yield Finding(Verdict.FAIL, "worker", error.format_message())
     absent = {part: _absent(modules) for part, modules in _NEEDED.items()}
     worker: WorkerSettings = lone.settings if absent["worker"] else _in_group(lone.settings)
     yield from _versions()
@@ -151,7 +155,7 @@ def _versions() -> Iterable[Finding]:
             missing.append(f"{name} [{extra}]")
     yield Finding(Verdict.OK, "libraries", ", ".join(found))
     if missing:
-        # What is needed of them is said where it is: of a part, of the backend, of the demo model.
+        # Parts, backend and demo model say below which of these they need.
         yield Finding(Verdict.OK, "libraries", f"absent: {', '.join(missing)}")
 
 
@@ -173,10 +177,8 @@ def _gpus(settings: WorkerSettings) -> Iterable[Finding]:
         yield Finding(Verdict.OK, "gpu", line)
     on_gpu = bool(gpus) and settings.device is not Device.CPU
     if not gpus and settings.device is Device.CUDA:
-        text = (
-            "device cuda is set, but nvidia-smi lists no GPU: install its driver, or set device to"
-        )
-        yield Finding(Verdict.FAIL, "gpu", f"{text} auto or cpu")
+        text = "device cuda is set, but nvidia-smi lists no GPU: install its driver"
+        yield Finding(Verdict.FAIL, "gpu", f"{text}, or set device to auto or cpu")
     elif not gpus:
         yield Finding(Verdict.OK, "gpu", "none: workers run on the CPU")
     elif on_gpu and settings.transport is not Transport.GLOO:
@@ -346,19 +348,20 @@ def _check_router(settings: RouterSettings) -> None:
 
 
 def _in_group(settings: WorkerSettings) -> WorkerSettings:
-    """As a worker has them that a launcher of groups starts in this environment."""
+    """As a worker has them that a launcher of groups starts in this environment; as they are where
+    that makes no sense, which is a finding about the worker."""
     from radixgrove.worker.agent.preparation import AgentError, with_group
 
     try:
         return with_group(settings, os.environ)
-    except AgentError as error:
-        click.ClickException(str(error)).show()
-        raise click.exceptions.Exit(error.code) from error
+    except AgentError:
+        return settings
 
 
 def _check_worker(settings: WorkerSettings) -> None:
-    from radixgrove.worker.agent.preparation import check_group
+    from radixgrove.worker.agent.preparation import check_group, with_group
 
+    with_group(settings, os.environ)
     check_group(settings, os.environ)
     if settings.node_rank == 0:  # the others have no frontends
         check_settings(settings)

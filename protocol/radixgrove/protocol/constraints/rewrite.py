@@ -86,15 +86,24 @@ def misspelt(schema: Any) -> dict[str, str]:
     """Unknown keywords that are known ones but for the case of their letters, each with that one.
     Schemas may hold others, which say nothing of a value."""
     found: dict[str, str] = {}
+    seen: set[int] = set()
 
     def look(part: Any) -> Any:
-        if isinstance(part, dict):
+        if isinstance(part, dict) and id(part) not in seen:
+            seen.add(id(part))
             meant = ((key, _BY_LETTERS.get(key.lower())) for key in part if key not in RULES)
             found.update((key, rule) for key, rule in meant if rule is not None)
             _within(part, look)
+            # Not by recursion: chains of references may be long.
+            if isinstance(part.get("$ref"), str):
+                todo.append(resolve(schema, part["$ref"]))
+            if isinstance(part.get("dependencies"), dict):
+                todo.extend(part["dependencies"].values())
         return part
 
-    look(schema)
+    todo = [schema]
+    while todo:
+        look(todo.pop())
     return found
 
 

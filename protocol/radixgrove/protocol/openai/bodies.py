@@ -68,8 +68,16 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     schema: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
 
+class StructuralTag(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """As `response_format` has it."""
+
+    type: str
+    structures: list[Tag] | None = None
+    triggers: list[str] | None = None
+
+
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's; each of its forms has a twin of an older name."""
+    """vLLM's; each of its forms but `json_object` has a twin of an older name."""
 
     json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     json_object: bool | None = None
@@ -79,6 +87,9 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     structural_tag: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
     disable_fallback: Any = None  # to another engine of grammars: there is one here
+    # Of clients that send vLLM's own object whole.
+    backend: Any = msgspec.field(default=None, name="_backend")
+    backend_was_auto: Any = msgspec.field(default=None, name="_backend_was_auto")
 
     # Not supported.
     disable_additional_properties: Any = None
@@ -181,6 +192,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
 
     # Not supported.
     custom_logit_processor: Any = None
+    guided_whitespace_pattern: Any = None
     length_penalty: Any = None
     logits_processors: Any = None
     lora_path: Any = None
@@ -238,6 +250,7 @@ Neutral = dict[str, tuple[Any, ...]]
 
 NEUTRAL: Neutral = {
     "custom_logit_processor": (),
+    "guided_whitespace_pattern": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "lora_path": (),
@@ -269,7 +282,7 @@ STRUCTURED_FORMS = ("json", "json_object", "regex", "choice", "grammar", "struct
 KNOWN = {
     "json_schema": JsonSchema.__struct_fields__,
     "response_format": ResponseFormat.__struct_fields__,
-    "structural_tag": ("type", "structures", "triggers"),
+    "structural_tag": StructuralTag.__struct_fields__,
     "structured_outputs": STRUCTURED_FORMS,
 }
 

@@ -128,9 +128,9 @@ def _at(path: str, reason: str) -> errors.ApiError:
     if missing:
         param = f"{param}.{missing[1]}" if param else missing[1]
         return errors.invalid(f"Missing required parameter: '{param}'.", param)
-    unknown = _UNKNOWN.match(reason)
-    if unknown:
-        known = ", ".join(KNOWN[param.rpartition(".")[2]])
+    unknown, fields = _UNKNOWN.match(reason), KNOWN.get(param.rpartition(".")[2])
+    if unknown and fields:  # else the path is a text of the client's own
+        known = ", ".join(fields)
         name = f"{param}.{errors.shorten(unknown[1], 64)}"
         return errors.invalid(
             f"Unknown parameter: '{name}'. What '{param}' may have: {known}.", name

@@ -19,6 +19,7 @@ from radixgrove.protocol.openai.bodies import (
     STRUCTURED_NEUTRAL,
     GenerationBody,
     ResponseFormat,
+    StructuralTag,
     StructuredOutputs,
 )
 from radixgrove.protocol.openai.decoding import misread, refuse_unsupported
@@ -144,7 +145,7 @@ def _tag_text(raw: msgspec.Raw, param: str) -> Constraint | None:
     try:
         if text.startswith(b'"'):
             text = msgspec.json.decode(text, type=str).encode()
-        given = msgspec.json.decode(text, type=ResponseFormat)
+        given = msgspec.json.decode(text, type=StructuralTag)
     except msgspec.ValidationError as error:
         raise misread(error, param) from None
     except (msgspec.DecodeError, RecursionError):
@@ -156,10 +157,10 @@ def _tag_text(raw: msgspec.Raw, param: str) -> Constraint | None:
     return _tags(given, param)
 
 
-def _tags(given: ResponseFormat, param: str) -> Constraint:
+def _tags(given: ResponseFormat | StructuralTag, param: str) -> Constraint:
     if given.structures is None or given.triggers is None:
         missing = f"{param}.{'structures' if given.structures is None else 'triggers'}"
-        raise errors.invalid(f"Missing required parameter: '{missing}'.", param)
+        raise errors.invalid(f"Missing required parameter: '{missing}'.", missing)
     tags = constraints.Tags(structures=given.structures, triggers=given.triggers)
     return _checked(lambda: constraints.tags(tags, param), param)
 

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.ranks import UnsupportedRanks, check_ranks
 from radixgrove.protocol.settings import WorkerSettings, overlap
 from radixgrove.protocol.words import counted
@@ -42,12 +41,8 @@ _NEEDED = {
 }
 
 
-class AgentError(StartFailed):
-    """The worker cannot start or go on; the text says what to do, `code` is the exit code."""
-
-    def __init__(self, message: str, code: int = exit_codes.FAILED) -> None:
-        super().__init__(message)
-        self.code = code
+class AgentError(exit_codes.CodedStartFailed):
+    """The worker cannot start or go on; the text says what to do."""
 
 
 class UnusableGroup(AgentError):

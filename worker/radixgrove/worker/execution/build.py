@@ -27,9 +27,9 @@ from radixgrove.worker.execution.choices import (
     choose_quantization,
     fit_length,
 )
+from radixgrove.worker.execution.host_room import GIB
 from radixgrove.worker.execution.loading import load_model
 from radixgrove.worker.execution.memory import (
-    GIB,
     MemoryShortage,
     WindowSizing,
     check_weights,

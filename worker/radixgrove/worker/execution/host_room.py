@@ -10,6 +10,7 @@ _SHARE = 0.95
 
 
 def describe_room() -> str:
+    """How much a host tier may take now, for messages."""
     free = free_memory()
     return f"{free * _SHARE / GIB:.2f} GiB ({_SHARE:.0%} of what is free)"
 

@@ -17,9 +17,9 @@ from radixgrove.service.machine import memory_limit
 from radixgrove.worker.attention.kv_pool import KvGroup, KvShape
 from radixgrove.worker.execution import host_room
 from radixgrove.worker.execution.choices import Limits
+from radixgrove.worker.execution.host_room import GIB
 from radixgrove.worker.parallel.group import Shard
 
-GIB = 1 << 30
 # Without `kv_tokens` a CPU engine takes no more than this: it shares its machine.
 _CPU_POOL_BYTES = 2 * GIB
 # Free memory left beside the pool on CUDA: allocator fragmentation and library workspaces.

@@ -16,7 +16,8 @@ from contextlib import suppress
 
 import torch
 
-from radixgrove.worker.execution.memory import GIB, MemoryShortage
+from radixgrove.worker.execution.host_room import GIB
+from radixgrove.worker.execution.memory import MemoryShortage
 
 _CHUNK = GIB
 _THREADS = 8

@@ -35,6 +35,8 @@ LoadTokenizer = Callable[[], LLTokenizer]
 _BUILDERS = 2  # threads, for grammars that requests wait for; further lexers have one
 _MOST_KEPT = 64  # matchers at their beginning, of some megabytes where grammars are large
 _MOST_THREADS = 8
+_MOST_LONG = 16  # answers with a matcher of the larger bounds, some 50 MB each where they need it
+_FOLLOWED_AT_ONCE = 256  # tokens: about a millisecond
 
 
 @dataclass(slots=True)
@@ -56,6 +58,19 @@ class _Renewal:
     begun: threading.Event
     future: Future[SequenceRules]
     since: float | None = None
+
+
+@dataclass(slots=True)
+class _Lexerless:
+    """A request that waits for its grammar's next lexer."""
+
+    request: Request
+    since: float | None = None
+
+
+def broken(why: str) -> str:
+    """What a client is told whose answer ends since its rules cannot be held any longer."""
+    return f"The answer could not be held to what it must be: {why}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +103,8 @@ class Grammars:
         self._tokenizer: Future[LLTokenizer] | None = None
         self._builds: dict[bytes, _Build] = {}
         self._renewals: list[_Renewal] = []
+        self._lexerless: list[_Lexerless] = []
+        self._renewed: WeakSet[SequenceRules] = WeakSet()  # with matchers of their own
         self._kept: OrderedDict[bytes, Grammar] = OrderedDict()
         self._live: WeakSet[SequenceRules] = WeakSet()
 
@@ -98,13 +115,14 @@ class Grammars:
 
     @property
     def building(self) -> bool:
-        return bool(self._builds or self._renewals)
+        return bool(self._builds or self._renewals or self._lexerless)
 
     @property
     def awaited(self) -> int:
         """Requests that wait for a grammar."""
         waiting = [request for build in self._builds.values() for request in build.waiting]
         waiting += [renewal.request for renewal in self._renewals]
+        waiting += [each.request for each in self._lexerless]
         return sum(request.state is RequestState.AWAITING_GRAMMAR for request in waiting)
 
     def enter(self, request: Request) -> None:
@@ -135,17 +153,25 @@ class Grammars:
         assert rules is not None
         assert rules.grammar is not None
         text, tokenizer = rules.grammar, self._loaded()
+        long = len(self._renewals) + len(self._renewed) < _MOST_LONG
         begun = threading.Event()
 
         def build() -> SequenceRules:
             begun.set()
-            own = Grammar(build_matcher(text, tokenizer.result(), long=True))
+            own = Grammar(build_matcher(text, tokenizer.result(), long=long))
             followed = SequenceRules(rules, own)
-            followed.consume(output)
+            # By parts: llguidance holds Python's lock, for which the engine waits.
+            for first in range(0, len(output), _FOLLOWED_AT_ONCE):
+                followed.consume(output[first : first + _FOLLOWED_AT_ONCE])
             return followed
 
         request.rules = None  # frees the old matcher
         self._renewals.append(_Renewal(request, begun, self._builders.submit(build)))
+        request.become(RequestState.AWAITING_GRAMMAR)
+
+    def await_lexer(self, request: Request) -> None:
+        """A request that was preempted waits for its grammar's next lexer: the last one failed."""
+        self._lexerless.append(_Lexerless(request))
         request.become(RequestState.AWAITING_GRAMMAR)
 
     def settle(self, now: float) -> list[Settled]:
@@ -158,25 +184,48 @@ class Grammars:
                 settled += self._end(key, build, waiting)
                 continue
             if self._is_late(build, now):
-                settled += [Settled(request, self._late, late=True) for request in waiting]
+                error = f"The grammar took more than {self._timeout:g} s to compile."
+                settled += [Settled(request, error, late=True) for request in waiting]
                 waiting = []
             build.waiting = waiting
+        return settled + self._settle_renewals(now) + self._settle_lexerless(now)
+
+    def _settle_renewals(self, now: float) -> list[Settled]:
+        settled: list[Settled] = []
         renewals, self._renewals = self._renewals, []
         for renewal in renewals:
             request = renewal.request
+            waits = request.state is RequestState.AWAITING_GRAMMAR
+            if waits and renewal.future.done():
+                settled.append(self._end_renewal(request, renewal.future))
+            elif waits and not self._is_late(renewal, now):
+                self._renewals.append(renewal)
+            else:
+                renewal.future.cancel()
+                settled += [Settled(request, self._late_again)] * waits
+        return settled
+
+    def _settle_lexerless(self, now: float) -> list[Settled]:
+        settled: list[Settled] = []
+        lexerless, self._lexerless = self._lexerless, []
+        for each in lexerless:
+            request = each.request
             if request.state is not RequestState.AWAITING_GRAMMAR:
                 continue
-            if renewal.future.done():
-                settled.append(self._end_renewal(request, renewal.future))
-            elif self._is_late(renewal, now):
-                settled.append(Settled(request, self._late))
+            each.since = now if each.since is None else each.since
+            assert request.rules is not None
+            if not request.rules.lacks_lexer:
+                request.become(RequestState.PREEMPTED)
+                settled.append(Settled(request))
+            elif now - each.since > self._timeout:
+                settled.append(Settled(request, self._late_again))
             else:
-                self._renewals.append(renewal)
+                self._lexerless.append(each)
         return settled
 
     @property
-    def _late(self) -> str:
-        return f"The grammar took more than {self._timeout:g} s to compile."
+    def _late_again(self) -> str:
+        return broken(f"its grammar took more than {self._timeout:g} s to build anew")
 
     def _is_late(self, build: _Build | _Renewal, now: float) -> bool:
         if build.begun.is_set() and build.since is None:
@@ -234,11 +283,12 @@ class Grammars:
         try:
             rules = future.result()
         except ConstraintError as error:
-            return Settled(request, f"{error.reason}.")
+            return Settled(request, broken(error.reason))
         if rules.error is not None:
-            return Settled(request, f"{rules.error}.")
+            return Settled(request, broken(rules.error))
         request.rules = rules
         self._live.add(rules)
+        self._renewed.add(rules)
         request.become(RequestState.PREEMPTED)
         return Settled(request)
 

@@ -14,7 +14,7 @@ from radixgrove.worker.scheduler.admission import Admission
 from radixgrove.worker.scheduler.batch import Batch, StepDraft
 from radixgrove.worker.scheduler.config import SchedulerConfig
 from radixgrove.worker.scheduler.counters import Counters
-from radixgrove.worker.scheduler.grammars import Grammars
+from radixgrove.worker.scheduler.grammars import Grammars, broken
 from radixgrove.worker.scheduler.lifecycle import Lifecycle
 from radixgrove.worker.scheduler.memory import KVMemory
 from radixgrove.worker.scheduler.request import Request, RunningRequest
@@ -199,7 +199,11 @@ class Results:
         if request.wants_logprobs or not (request.reads_cache and self._reads_cache):
             return  # logprobs need sampling; without the cache the whole prompt is prefilled again
         room = request.limit - len(request.output) - 1  # a last one is sampled
-        tokens = [] if rules.outgrown else rules.forced()[: max(0, room)]
+        tokens = rules.forced()[: max(0, room)]
+        rules.look_for_failure()
+        if rules.outgrown:
+            self._renew(request, rules)
+            return
         stop = next((n for n, token in enumerate(tokens) if token in request.stop_ids), None)
         tokens = tokens[:stop]
         if len(tokens) < self._least_forced:
@@ -253,17 +257,20 @@ class Results:
         return [(each, rules) for each, rules in live if each.active.live]
 
     def _renew(self, request: Request, rules: SequenceRules) -> None:
-        if request.renewed is not None and len(request.output) < request.renewed + _RENEWED_TOKENS:
-            self._fail(request, rules.error or "its grammar could not be built anew")
+        before = request.renewed
+        if before is not None and len(request.output) < before + _RENEWED_TOKENS:
+            self._fail(request, rules.error or "its lexer failed")
             return
-        request.renewed = len(request.output)
         if request.active is not None:
             self._admission.give_back(request)
-        self._grammars.renew(request)
+        if rules.lacks_lexer:
+            self._grammars.await_lexer(request)
+        else:
+            request.renewed = len(request.output)
+            self._grammars.renew(request)
 
     def _fail(self, request: Request, error: str) -> None:
-        detail = f"The answer could not be held to what it must be: {error}."
-        self._lifecycle.refuse(request, RefusalReason.GRAMMAR_FAILED, detail)
+        self._lifecycle.refuse(request, RefusalReason.GRAMMAR_FAILED, broken(error))
 
     # ---- results ---------------------------------------------------------------------------------
 

@@ -50,7 +50,6 @@ class SequenceRules:
     rules: TokenRules
     grammar: Grammar | None
     matcher: LLMatcher | None = field(init=False, default=None)  # once the grammar has had a say
-    behind: bool = field(init=False, default=False)  # there was no lexer to follow some token with
     lexer: Lexer | None = field(init=False, default=None)  # the matcher's
     base: Masks | None = None  # [words]: what may come whatever came before, but for the grammar
     # Banned sequences of several tokens, by their last but one.
@@ -121,7 +120,6 @@ class SequenceRules:
     def _match(self, tokens: Sequence[int]) -> None:
         matcher = self.begin()
         if matcher is None:
-            self.behind = self.grammar is not None
             return
         matcher.consume_tokens(list(tokens))
         if self.rules.again and matcher.is_stopped() and self.error is None:
@@ -170,10 +168,15 @@ class SequenceRules:
 
     @property
     def outgrown(self) -> bool:
-        """Whether it needs another matcher: its lexer has failed, or it has none to begin with."""
-        if self.lexer is not None:
-            return self.lexer.failed
-        return self.behind or (self.binds and self.grammar is not None and not self.grammar.ready)
+        """Whether its lexer has failed, or there is none to begin with."""
+        return self.lacks_lexer if self.lexer is None else self.lexer.failed
+
+    @property
+    def lacks_lexer(self) -> bool:
+        """Whether it is to begin, and its grammar's next lexer is still being built."""
+        if self.lexer is not None or self.grammar is None or not self.binds:
+            return False
+        return not self.grammar.ready
 
     @property
     def error(self) -> str | None:
