@@ -146,7 +146,7 @@ def demo_prompts(demo_model_dir: Path) -> list[list[int]]:
     return [tokenizer.encode(text).ids for text in prompts.TEXTS]
 
 
-def find_free_port() -> int:
+def find_free_port(below: int = 32_000) -> int:
     """A port of the loopback interface that was free a moment ago.
 
     It lies below the range from which the kernel takes ports for clients and for port 0: no program
@@ -154,7 +154,7 @@ def find_free_port() -> int:
     """
     draw = random.SystemRandom()
     while True:
-        port = draw.randrange(10_000, 32_000)
+        port = draw.randrange(10_000, below)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

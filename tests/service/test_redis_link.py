@@ -329,8 +329,14 @@ def test_unsuitable_servers_are_refused_in_words(change: dict[str, object], word
         check_server(good | change)
 
 
+def cluster_node(directory: Path) -> RedisServer:
+    """Its second port, 10,000 above the first, is none that a client gets by chance either."""
+    port = find_free_port(below=22_000)
+    return RedisServer(directory, port, options=("--cluster-enabled", "yes"))
+
+
 async def test_a_node_of_a_cluster_is_not_used(tmp_path: Path) -> None:
-    with RedisServer(tmp_path, options=("--cluster-enabled", "yes")) as node:
+    with cluster_node(tmp_path) as node:
         async with linked(node.url) as link:
             await link.wait_until_tried(10)
             assert link.unsuitable
@@ -342,7 +348,7 @@ async def test_a_cluster_that_does_not_say_so_is_not_used(
 ) -> None:
     """As behind a managed service's proxy: its answers to writes tell."""
     monkeypatch.setattr(redis_link, "check_server", lambda info: None)
-    with RedisServer(tmp_path, options=("--cluster-enabled", "yes")) as node:
+    with cluster_node(tmp_path) as node:
         async with linked(node.url) as link:
             await link.wait_until_tried(10)
             assert link.unsuitable

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from radixgrove.worker.liveness import SILENCE, START_SILENCE, Liveness
+from radixgrove.worker.agent.relay import BEAT_SECONDS, SILENCE_SECONDS
+from radixgrove.worker.liveness import FAR_SILENCE, SILENCE, START_SILENCE, Liveness
 from radixgrove.worker.messages import EngineState, Stats
 
 
@@ -17,9 +18,9 @@ def stats(
 class Watcher:
     """A liveness at times that a test sets, looked at four times a second."""
 
-    def __init__(self) -> None:
+    def __init__(self, silence: float = SILENCE) -> None:
         self.now = 5000.0
-        self.liveness = Liveness(lambda: self.now)
+        self.liveness = Liveness(lambda: self.now, silence=silence)
 
     def watch(self, seconds: float) -> str | None:
         """The first problem seen within that time."""
@@ -51,6 +52,13 @@ def test_an_idle_engine_that_stops_ticking_is_unready_first_and_stuck_then(
     assert watcher.watch(SILENCE - 1) is None
     assert not watcher.liveness.ready()
     assert watcher.watch(2) == "its scheduler has not ticked for 5.2 s"
+
+
+def test_an_engine_of_a_machine_that_is_cut_off_is_not_judged_before_that_machine() -> None:
+    watcher = Watcher(FAR_SILENCE)
+    watcher.liveness.take(stats(1))
+    assert watcher.watch(SILENCE_SECONDS + BEAT_SECONDS) is None
+    assert watcher.watch(2) == "its scheduler has not ticked for 6.2 s"
 
 
 def test_a_long_step_is_ready_until_its_deadline(watcher: Watcher) -> None:

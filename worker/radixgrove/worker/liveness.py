@@ -9,6 +9,7 @@ from radixgrove.worker.messages import EngineState, Stats
 
 # Seconds. An idle engine ticks five times a second; a busy one says how long its step may take.
 SILENCE = 5.0
+FAR_SILENCE = 6.0  # of another machine's: where that is cut off, it is named first, after 5 s
 DEADLINE_GRACE = 1.0
 GROUP_GRACE = 4.0  # of several ranks: rank 0 names the one to blame, if it can
 # Loading, warm-up and compiling report progress; this long without any is a hang.
@@ -23,14 +24,21 @@ class Liveness:
     (see `WatchClock`).
     """
 
-    def __init__(self, clock: Clock = time.monotonic, grace: float = DEADLINE_GRACE) -> None:
+    def __init__(
+        self,
+        clock: Clock = time.monotonic,
+        grace: float = DEADLINE_GRACE,
+        silence: float = SILENCE,
+    ) -> None:
         """
         Args:
             grace: seconds beyond a step's deadline.
+            silence: seconds without a tick.
         """
         self.stats: Stats | None = None
         self._clock = WatchClock(clock)
         self._grace = grace
+        self._silence = silence
         self._heard = self._ticked = self._clock.now()  # any sign of life; the counter moved
         self._deadline: float | None = None  # of the running step
 
@@ -81,6 +89,6 @@ class Liveness:
                 return f"step {stats.steps + 1} is {late:.1f} s past its deadline"
             return None
         silence = now - self._ticked
-        if silence > SILENCE:
+        if silence > self._silence:
             return f"its scheduler has not ticked for {silence:.1f} s"
         return None

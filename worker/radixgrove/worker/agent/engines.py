@@ -18,7 +18,13 @@ from radixgrove.worker.agent.progress import StartReport, memory_arithmetic
 from radixgrove.worker.agent.publisher import Publisher
 from radixgrove.worker.agent.registration import describe
 from radixgrove.worker.cache.identity import block_hasher, cache_namespace
-from radixgrove.worker.liveness import DEADLINE_GRACE, GROUP_GRACE, Liveness
+from radixgrove.worker.liveness import (
+    DEADLINE_GRACE,
+    FAR_SILENCE,
+    GROUP_GRACE,
+    SILENCE,
+    Liveness,
+)
 from radixgrove.worker.messages import (
     Admitted,
     CacheEvents,
@@ -48,9 +54,9 @@ class Engine:
         self.leader = layout.place(layout.leader(dp_rank))
         self.info: EngineInfo | None = None
         self.phase: PhaseReport | None = None
-        alone = layout.ranks_per_member == 1 and self.leader.node == settings.node_rank
-        grace = DEADLINE_GRACE if alone else GROUP_GRACE
-        self.liveness = Liveness(grace=grace)
+        here = self.leader.node == settings.node_rank
+        grace = DEADLINE_GRACE if here and layout.ranks_per_member == 1 else GROUP_GRACE
+        self.liveness = Liveness(grace=grace, silence=SILENCE if here else FAR_SILENCE)
         self.publisher: Publisher | None = None
         self.ranks: list[Supervised] = []  # on this machine
         self.ready = asyncio.Event()  # once it takes requests

@@ -202,7 +202,8 @@ class Grammars:
                 self._renewals.append(renewal)
             else:
                 renewal.future.cancel()
-                settled += [Settled(request, self._late_again)] * waits
+                if waits:
+                    settled.append(Settled(request, self._late_again))
         return settled
 
     def _settle_lexerless(self, now: float) -> list[Settled]:
