@@ -365,7 +365,7 @@ def test_what_the_model_cannot_be_is_refused_before_anything_starts(
     refused_agent: RefusedAgent, settings: dict[str, Any], reason: str
 ) -> None:
     code, output = refused_agent(**settings)
-    assert code == exit_codes.MODEL
+    assert code == exit_codes.USAGE
     (line,) = output.splitlines()
     assert reason in line
     assert "model directory" not in line

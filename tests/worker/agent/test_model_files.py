@@ -9,6 +9,7 @@ import pytest
 
 from radixgrove.protocol.model.config import ModelError
 from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.service.exit_codes import CodedStartFailed
 from radixgrove.worker.agent.model_files import check, check_for, remarks
 from tests.worker.agent.conftest import TINY_CONFIG, write_index
 
@@ -84,7 +85,7 @@ def test_a_model_that_is_not_as_large_as_asked_is_refused_before_ranks_start(
     asked: dict[str, object], words: str, model_dir: Path
 ) -> None:
     check_for(WorkerSettings(), model_dir)
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(CodedStartFailed, match=words):
         check_for(WorkerSettings.model_validate(asked), model_dir)
 
 

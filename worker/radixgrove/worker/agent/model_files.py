@@ -27,6 +27,7 @@ from radixgrove.protocol.openai.sampling import SamplingDefaults
 from radixgrove.protocol.settings import DType, LoadFormat, SamplingSource, WorkerSettings
 from radixgrove.protocol.text.templates import ChatTemplate
 from radixgrove.protocol.text.tokenizer import GivenTemplateError, Prompting
+from radixgrove.service import exit_codes
 
 _AGAIN = "download or copy the model again (the demo model: remove that directory)"
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -55,12 +56,17 @@ def check_for(settings: WorkerSettings, model_dir: Path) -> ModelDirectory:
     """Refuse a model that a worker with these settings cannot serve, as far as its files say.
 
     Raises:
-        ModelError: as `check`; or the model does not divide as asked, or is shorter than asked.
+        ModelError: as `check`.
+        CodedStartFailed: the model does not divide as asked, or is shorter than asked: settings are
+            wrong, not its files.
     """
     weights = settings.load_format is LoadFormat.SAFETENSORS
     model = check(model_dir, settings, weights=weights)
     # Ranks would find it out one by one, after they have been started.
-    check_fit(model.config, intended_by(settings))
+    try:
+        check_fit(model.config, intended_by(settings))
+    except ModelError as error:
+        raise exit_codes.CodedStartFailed(str(error), exit_codes.USAGE) from error
     return model
 
 
