@@ -59,7 +59,7 @@ class AgentProcess(Spoken):
         self.children: list[psutil.Process] = []
 
     def heard(self) -> str:
-        """What the engines have been told so far, a line each."""
+        """The messages that engines got so far, a line each."""
         path = self.notes / "engine-heard"
         return path.read_text() if path.exists() else ""
 

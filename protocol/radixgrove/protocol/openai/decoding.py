@@ -101,7 +101,7 @@ def refuse_unsupported(wire: msgspec.Struct, table: Neutral, within: str = "") -
 
 
 def misread(error: msgspec.ValidationError, within: str) -> errors.ApiError:
-    """What a client is told of a value of the field `within` that is not as its type has it."""
+    """The error of a value within the field `within` that is not as its type has it."""
     reason, path = _located(str(error))
     return _at(".".join(filter(None, (within, path))), reason)
 

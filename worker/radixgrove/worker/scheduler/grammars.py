@@ -52,7 +52,7 @@ class _Build:
 
 @dataclass(slots=True)
 class _Renewal:
-    """A matcher that is built anew for one request, whose output it follows."""
+    """A matcher that is built anew for one request, and follows its output."""
 
     request: Request
     begun: threading.Event
@@ -69,7 +69,7 @@ class _Lexerless:
 
 
 def broken(why: str) -> str:
-    """What a client is told whose answer ends since its rules cannot be held any longer."""
+    """The message of an answer that ends since its rules cannot be held any longer."""
     return f"The answer could not be held to what it must be: {why}."
 
 

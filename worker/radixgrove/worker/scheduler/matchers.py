@@ -75,8 +75,6 @@ class Grammar:
 
     def begin(self, sequence: object) -> tuple[Lexer, LLMatcher]:
         """A matcher of the lexer that the fewest others use. To be called when `ready`."""
-        if self._coming:
-            self._take_in()
         lexer = min(self._lexers, key=lambda lexer: len(lexer.users))
         lexer.users.add(sequence)
         return lexer, lexer.origin.deep_copy()
