@@ -263,18 +263,22 @@ def test_a_job_whose_pods_are_refused_says_so() -> None:
         assert operator.message(kind) == f"{words} (raise that ResourceQuota)"
 
 
-def test_a_pod_that_gets_no_volumes_says_why() -> None:
-    operator = Operator(model={"source": "file:///srv/missing"})
-    operator.context()
-    operator.kube.run_pods("n0")
-    pod = operator.pod("llama-0-a1-0")
+def refuse_mount(operator: Operator, pod: dict[str, Any], words: str) -> None:
+    """As a kubelet says it."""
     pod["status"] = {"phase": "Pending"}
-    words = 'MountVolume.SetUp failed for volume "model" : /srv/missing is not a directory'
-    about = {"involvedObject": {"name": "llama-0-a1-0", "uid": pod["metadata"]["uid"]}}
+    about = {"involvedObject": {"name": pod["metadata"]["name"], "uid": pod["metadata"]["uid"]}}
     where = {"namespace": KEY[0], "name": "mount"}
     operator.kube.add(
         {"kind": "Event", "metadata": where, **about, "reason": "FailedMount", "message": words}
     )
+
+
+def test_a_pod_that_gets_no_volumes_says_why() -> None:
+    operator = Operator(model={"source": "file:///srv/missing"})
+    operator.context()
+    operator.kube.run_pods("n0")
+    words = 'MountVolume.SetUp failed for volume "model" : /srv/missing is not a directory'
+    refuse_mount(operator, operator.pod("llama-0-a1-0"), words)
     operator.context()
     assert operator.condition() == "False/VolumeNotMounted"
     assert words in operator.message()
@@ -300,14 +304,9 @@ def test_so_does_a_pod_of_its_router_or_of_a_download(kind: str) -> None:
             "kind": "Pod",
             "metadata": meta,
             "spec": {"nodeName": "n0"},
-            "status": {"phase": "Pending"},
         }
     )
-    about = {"involvedObject": {"name": "x", "uid": pod["metadata"]["uid"]}}
-    where = {"namespace": KEY[0], "name": "mount"}
-    operator.kube.add(
-        {"kind": "Event", "metadata": where, **about, "reason": "FailedMount", "message": words}
-    )
+    refuse_mount(operator, pod, words)
     operator.context()
     assert words in operator.message()
 
@@ -518,6 +517,37 @@ class Clock:
         self.now = 1_800_000_000.0
         clock = SimpleNamespace(time=lambda: self.now)
         monkeypatch.setattr("radixgrove.operator.controller.reconciler.time", clock)
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+def test_a_volume_that_is_refused_gives_a_revision_up_only_if_that_lasts(
+    monkeypatch: pytest.MonkeyPatch, lasts: bool
+) -> None:
+    clock, operator = Clock(monkeypatch), Operator()
+    operator.restart(AT_ONCE)
+    operator.settle("n0")
+    operator.apply(startup={"timeout": "9m"})
+    for _ in range(3):
+        operator.context()
+    operator.kube.run_pods("n1")
+    pod = operator.pod("llama-0-a2-0")
+    running = pod["status"]
+    refuse_mount(operator, pod, 'Multi-Attach error for volume "pvc-1": used by llama-0-a1-0')
+    for _ in range(11):
+        operator.context()
+        assert operator.condition() == "False/VolumeNotMounted"
+        assert operator.look() <= 5.0, "no event says that a refusal has lasted"
+        clock.now += 10
+    if lasts:
+        clock.now += 20
+        operator.context()
+        assert operator.condition("Degraded") == "True/RolledBack"
+        assert "Multi-Attach" in operator.message("Degraded")
+    else:
+        pod["status"] = running
+        operator.settle("n1")
+        assert operator.condition("Degraded") == "False/AsExpected"
+        assert operator.condition("Progressing") == "False/Settled"
 
 
 def test_a_group_that_routers_do_not_know_does_not_count_as_served(

@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from radixgrove.operator.api.spec import Recovery
 from radixgrove.operator.api.status import GroupStatus, InferenceServiceStatus
 from radixgrove.operator.planning import image_check
+from radixgrove.operator.planning.diagnosis import RETRIED
 from radixgrove.operator.planning.image_check import Candidate, candidate, judge
 from radixgrove.operator.planning.observed import Group, JobState, Pod
-from radixgrove.operator.planning.rollback import decide, good_revision
+from radixgrove.operator.planning.recovery import Fault, after_fault, remember
+from radixgrove.operator.planning.rollback import decide, failing, good_revision
 
+NOW = 1_800_000_000.0
+RECOVERY = Recovery()
 REVISIONS = ("r1", "r2", "r3")
 IMAGES = {"r1": "one", "r2": "two", "r3": "one", "": ""}
 
 
 def group(revision: str, state: str, index: int = 0) -> Group:
-    """`state`: ready, starting, or stuck (its container ended before it was ever ready)."""
-    stuck = {"restarts": 1, "exited": "no such model"} if state == "stuck" else {}
-    pod = Pod(f"p{index}", f"u{index}", 0, node=f"n{index}", ready=state == "ready", **stuck)  # type: ignore[arg-type]
+    """`state`: ready, starting, refused (of a volume), or stuck (its container ended before it was
+    ever ready)."""
+    said: dict[str, Any] = {
+        "stuck": {"restarts": 1, "exited": "no such model"},
+        "refused": {"not_mounted": "no such model"},
+    }.get(state, {})
+    pod = Pod(f"p{index}", f"u{index}", 0, node=f"n{index}", ready=state == "ready", **said)
     return Group(f"g{index}", f"s{index}", index, index + 1, revision, 1, 0.0, pods=(pod,))
 
 
 groups = st.lists(
-    st.tuples(st.sampled_from(REVISIONS), st.sampled_from(["ready", "starting", "stuck"])),
+    st.tuples(
+        st.sampled_from(REVISIONS), st.sampled_from(["ready", "starting", "refused", "stuck"])
+    ),
     max_size=3,
 ).map(lambda found: [group(revision, state, i) for i, (revision, state) in enumerate(found)])
 looks = st.lists(st.tuples(st.sampled_from(REVISIONS), groups), max_size=12)
@@ -36,14 +48,19 @@ class Service:
     """What its status remembers from look to look."""
 
     status: InferenceServiceStatus
+    now: float = NOW
 
-    def look(self, asked: str, found: list[Group]) -> str:
-        """The revision that groups are to run."""
+    def look(self, asked: str, found: list[Group], later: float = 5.0) -> str:
+        """The revision that groups are to run, so many seconds later."""
+        self.now += later
+        known = {(g.attempt, g.revision): g for g in self.status.groups}
         records = [
-            GroupStatus(index=g.index, attempt=g.attempt, revision=g.revision) for g in found
+            known.get((g.attempt, g.revision))
+            or GroupStatus(index=g.index, attempt=g.attempt, revision=g.revision)
+            for g in found
         ]
         before = self.status.model_copy(update={"groups": records})
-        given_up = decide(asked, before, found, REVISIONS)
+        given_up = decide(asked, before, found, REVISIONS, self.now)
         runs = before.good_revision if given_up else asked
         ready = [g.revision for g in found if g.ready]
         self.status = before.model_copy(
@@ -51,6 +68,10 @@ class Service:
                 "good_revision": good_revision(runs, before, ready),
                 "rolled_back": given_up.revision if given_up else "",
                 "rolled_back_because": given_up.because if given_up else "",
+                "groups": [
+                    remember(g, record, RECOVERY, self.now)
+                    for g, record in zip(found, records, strict=True)
+                ],
             }
         )
         return runs
@@ -70,6 +91,7 @@ def test_only_a_revision_that_never_ran_gives_way_and_only_to_one_that_did(
             assert known.good_revision == runs
             if known.rolled_back != asked:  # just now
                 assert not any(g.ready or g.revision != asked for g in found), "nothing was left"
+                assert any(pod.restarts for g in found for pod in g.pods), "it takes a minute"
                 assert "no such model" in service.status.rolled_back_because
         has_been_ready |= {g.revision for g in found if g.ready}
 
@@ -98,6 +120,48 @@ def test_a_single_replica_goes_back_after_its_first_failed_start() -> None:
     assert service.look("r2", [group("r1", "ready")]) == "r2"
     assert service.look("r2", [group("r2", "starting")]) == "r2"
     assert service.look("r2", [group("r2", "stuck")]) == "r1"
+
+
+def serving_r1() -> Service:
+    service = Service(InferenceServiceStatus())
+    assert service.look("r1", [group("r1", "ready")]) == "r1"
+    assert service.look("r2", [group("r1", "ready")]) == "r2"
+    return service
+
+
+def test_a_refusal_of_the_clusters_that_passes_gives_nothing_up() -> None:
+    """A volume that the old pod's node has not let go of, say: that takes a minute by itself."""
+    service = serving_r1()
+    for _ in range(20):
+        assert service.look("r2", [group("r2", "refused")]) == "r2"
+    assert service.look("r2", [group("r2", "starting")]) == "r2"
+    assert service.look("r2", [group("r2", "refused")], later=RETRIED) == "r2", "another one"
+    assert service.look("r2", [group("r2", "ready")], later=RETRIED) == "r2"
+
+
+def test_a_refusal_that_lasts_gives_the_revision_up() -> None:
+    service = serving_r1()
+    assert service.look("r2", [group("r2", "refused")]) == "r2"
+    assert service.look("r2", [group("r2", "refused")], later=RETRIED - 10) == "r2"
+    assert service.look("r2", [group("r2", "refused")], later=20) == "r1"
+    assert service.status.rolled_back_because == "VolumeNotMounted: p0: no such model"
+
+
+def test_only_what_ended_by_itself_speaks_against_a_revision() -> None:
+    """Not a machine that was lost, or a pod that was evicted, while it started."""
+    record = GroupStatus(index=0, attempt=1, revision="r2")
+    lost = after_fault(record, Fault("p0 was on node n0, which is gone"), RECOVERY, NOW)
+    assert lost.failures == 1
+    assert not failing(lost, None)
+    ended = after_fault(record, Fault("p0 ended: no such model", ended=True), RECOVERY, NOW)
+    assert failing(ended, None)
+    again = remember(group("r2", "starting"), ended, RECOVERY, NOW)
+    assert failing(again, group("r2", "starting")), "it has not been ready since"
+    well = remember(group("r2", "ready"), again, RECOVERY, NOW)
+    assert not failing(well, group("r2", "ready"))
+    once_ready = record.model_copy(update={"was_ready": True})
+    fell = after_fault(once_ready, Fault("p0 ended", ended=True), RECOVERY, NOW)
+    assert not failing(fell, None)
 
 
 # ---- trying an image first -----------------------------------------------------------------------

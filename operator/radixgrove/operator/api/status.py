@@ -61,11 +61,19 @@ class GroupStatus(StatusModel):
     last_failure: str = Field(
         "", description="The last of them: why its attempt ended.", max_length=MAX_DETAIL
     )
+    start_failed: bool = Field(
+        False, description="A program of it ended before it was ready, and it has not been since."
+    )
     yields: int = Field(0, description="Times the group gave up its pods for another.", ge=0)
     retry_at: str | None = Field(None, description="No attempt before then.", max_length=32)
     ready_since: str | None = Field(None, description="Ready since then.", max_length=32)
     partly_since: str | None = Field(
         None, description="Some of its pods, not all, are placed since then.", max_length=32
+    )
+    hindered_since: str | None = Field(
+        None,
+        description="The cluster cannot start a pod of it, and tries again, since then.",
+        max_length=32,
     )
     all_ran: bool = Field(False, description="Every rank of this attempt has run once.")
     was_ready: bool = Field(False, description="This attempt has been ready once.")

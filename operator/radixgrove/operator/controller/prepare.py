@@ -155,7 +155,7 @@ class Preparer:
             return
         groups = context.observed.groups
         context.rollback = rollback.decide(
-            context.target, context.before, groups, context.revisions
+            context.target, context.before, groups, context.revisions, context.now
         )
         if context.rollback is not None:
             context.target = context.before.good_revision

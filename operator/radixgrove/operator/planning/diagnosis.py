@@ -13,15 +13,20 @@ _IMAGE = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNever
           "RegistryUnavailable", "ImageInspectError"}  # fmt: skip
 _TO_END = 300.0  # seconds that a kubelet takes at most, from the last probe to the end of a drain
 _CONFIG = {"CreateContainerConfigError", "CreateContainerError", "RunContainerError"}
+# Seconds in which a refusal may pass, since Kubernetes tries again by itself: of a volume that
+# another pod leaves, by a registry or a webhook that is away, for a Secret new to the node.
+RETRIED = 120.0
 
 
 @dataclass(frozen=True)
 class Problem:
-    """`stuck`: waiting alone does not help, so a rollout must not go on."""
+    """`stuck`: waiting alone does not help, so a rollout must not go on. `passes_within`: seconds
+    that it may take and still say nothing against the revision."""
 
     reason: str
     message: str
     stuck: bool = True
+    passes_within: float = 0.0
 
 
 def problem(group: Group) -> Problem | None:
@@ -40,16 +45,17 @@ def problem(group: Group) -> Problem | None:
 def refusal(said: str) -> Problem:
     """Pods that the API server does not admit, in its words."""
     quota = "exceeded quota" in said
-    return Problem("QuotaBlocked" if quota else "PodRefused", said, stuck=not quota)
+    reason = "QuotaBlocked" if quota else "PodRefused"
+    return Problem(reason, said, stuck=not quota, passes_within=RETRIED)
 
 
 def pod_problem(pod: Pod, startup: float = 0.0) -> Problem | None:
     """What keeps one pod from running. `startup`: seconds it may take until it is ready."""
     reason, message = pod.waiting
     if reason in _IMAGE:
-        return Problem("ImagePull", f"{pod.name}: {message or reason}")
+        return _retried("ImagePull", f"{pod.name}: {message or reason}")
     if reason in _CONFIG:
-        return Problem("ContainerConfig", f"{pod.name}: {message or reason}")
+        return _retried("ContainerConfig", f"{pod.name}: {message or reason}")
     if reason == "CrashLoopBackOff" or (pod.restarts and not pod.ready):
         last = _last_line(pod.exited or message or "its container ended without a message")
         if startup and startup <= pod.ran <= startup + _TO_END:
@@ -66,12 +72,16 @@ def pod_problem(pod: Pod, startup: float = 0.0) -> Problem | None:
         reason = "ModelUnusable" if pod.exit_code == exit_codes.MODEL else "EngineFailed"
         return Problem(reason, f"{pod.name}: {last}")
     if pod.not_mounted:
-        return Problem("VolumeNotMounted", f"{pod.name}: {pod.not_mounted}")
+        return _retried("VolumeNotMounted", f"{pod.name}: {pod.not_mounted}")
     if pod.unschedulable:
         missing = re.search(r"Insufficient ([a-z0-9.-]+/)?gpus?\b", pod.unschedulable)
         kind = "InsufficientGPUs" if missing else "Unschedulable"
         return Problem(kind, f"{pod.name}: {pod.unschedulable}", stuck=False)
     return None
+
+
+def _retried(reason: str, message: str) -> Problem:
+    return Problem(reason, message, passes_within=RETRIED)
 
 
 def _last_line(text: str) -> str:

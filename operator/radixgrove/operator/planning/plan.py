@@ -307,6 +307,7 @@ def _start(given: PlanInput, plan: Plan, record: GroupStatus) -> GroupStatus:
             "retry_at": None,
             "all_ran": False,
             "was_ready": False,
+            "hindered_since": None,
             "pods": [],
             "phase": GroupPhase.PENDING,
         }

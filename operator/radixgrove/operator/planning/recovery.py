@@ -17,6 +17,7 @@ from radixgrove.operator.api.spec import Recovery, RecoveryPolicy
 from radixgrove.operator.api.status import MAX_DETAIL, GroupPhase, GroupStatus, PodRecord
 from radixgrove.operator.api.values import seconds
 from radixgrove.operator.planning.demand import Node
+from radixgrove.operator.planning.diagnosis import problem
 from radixgrove.operator.planning.observed import Group, Pod
 
 MAX_BACKOFF = 300.0
@@ -25,11 +26,13 @@ MAX_BACKOFF = 300.0
 @dataclass(frozen=True)
 class Fault:
     """Why an attempt is over. `drain`: rank 0 still answers, let it finish what it has. `node`:
-    where a pod was lost."""
+    where a pod was lost. `ended`: its own program ended; else something took a pod away, which says
+    nothing of what the pod runs."""
 
     message: str
     drain: bool = False
     node: str = ""
+    ended: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,9 +108,10 @@ def _broken(group: Group, record: GroupStatus) -> Fault | None:
         if record.all_ran and before is not None and before.uid != pod.uid:
             return Fault(f"{pod.name} was replaced")
         if pod.phase in ("Failed", "Succeeded"):
-            return Fault(f"{pod.name} ended: {pod.exited or pod.phase}")
+            return Fault(f"{pod.name} ended: {pod.exited or pod.phase}", ended=True)
         if pod.restarts > (before.restarts if before else 0):
-            return Fault(f"{pod.name} restarted: {pod.exited or 'its container left no message'}")
+            words = pod.exited or "its container left no message"
+            return Fault(f"{pod.name} restarted: {words}", ended=True)
     return None
 
 
@@ -130,12 +134,16 @@ def remember(group: Group, record: GroupStatus, recovery: Recovery, now: float) 
         recovery.stable_after
     )
     partly = (record.partly_since or times.to_text(now)) if group.partly_placed else None
+    trouble = problem(group)
+    hindered = trouble is not None and trouble.passes_within > 0
     return record.model_copy(
         update={
             "attempt": group.attempt,
             "revision": group.revision,
             "restarts": restarts,
             "failures": 0 if stable else record.failures,
+            "start_failed": record.start_failed and not group.ready,
+            "hindered_since": (record.hindered_since or times.to_text(now)) if hindered else None,
             "last_failure": "" if stable else record.last_failure,
             "yields": 0 if group.ready else record.yields,
             "retry_at": None,
@@ -164,6 +172,7 @@ def after_fault(record: GroupStatus, fault: Fault, recovery: Recovery, now: floa
     """The record once an attempt is over: `Failed` when it must not try again."""
     failures = record.failures + 1
     detail = _fitting(fault.message)
+    start_failed = record.start_failed or (fault.ended and not record.was_ready)
     if recovery.policy is RecoveryPolicy.NONE:
         return record.model_copy(
             update={"phase": GroupPhase.FAILED, "failures": failures, "detail": detail}
@@ -181,8 +190,10 @@ def after_fault(record: GroupStatus, fault: Fault, recovery: Recovery, now: floa
             "retry_at": times.to_text(now + backoff(failures, seconds(recovery.backoff))),
             "detail": detail,
             "last_failure": detail,
+            "start_failed": start_failed,
             "ready_since": None,
             "partly_since": None,
+            "hindered_since": None,
         }
     )
 

@@ -1,7 +1,9 @@
 """When the last good revision comes back by itself. Pure.
 
 Only after an outage: the new revision's first start failed, and no group of another one is left. As
-long as old groups are there, they stay instead (`RolloutBlocked`).
+long as old groups are there, they stay instead (`RolloutBlocked`). What was given up is not tried
+again, so only what speaks against the revision counts: a program that ended, or a refusal of the
+cluster's that has had its time to pass; not a machine that was lost meanwhile.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from radixgrove.operator.api import times
 from radixgrove.operator.api.status import (
     MAX_DETAIL,
     GroupPhase,
@@ -28,7 +31,11 @@ class Rollback:
 
 
 def decide(
-    target: str, before: InferenceServiceStatus, groups: Sequence[Group], known: Collection[str]
+    target: str,
+    before: InferenceServiceStatus,
+    groups: Sequence[Group],
+    known: Collection[str],
+    now: float,
 ) -> Rollback | None:
     """Whether the revision asked for is given up for `before.good_revision`.
 
@@ -44,19 +51,28 @@ def decide(
     if any(group.ready or group.revision != target for group in live):
         return None
     records = {record.index: record for record in before.groups if record.revision == target}
-    return _failed_start(target, records, {group.index: group for group in live})
+    return _failed_start(target, records, {group.index: group for group in live}, now)
 
 
 def _failed_start(
-    target: str, records: Mapping[int, GroupStatus], groups: Mapping[int, Group]
+    target: str, records: Mapping[int, GroupStatus], groups: Mapping[int, Group], now: float
 ) -> Rollback | None:
     for index, record in sorted(records.items()):
         group = groups.get(index)
-        if failing(record, group):
+        if failing(record, group) and not _may_pass(record, group, now):
             trouble = problem(group) if group is not None else None
             because = f"{trouble.reason}: {trouble.message}" if trouble else record.detail
             return Rollback(target, because[:MAX_DETAIL])
     return None
+
+
+def _may_pass(record: GroupStatus, group: Group | None, now: float) -> bool:
+    """Whether the cluster may yet start what it has refused so far."""
+    trouble = problem(group) if group is not None else None
+    if trouble is None or record.start_failed or record.phase is GroupPhase.FAILED:
+        return False
+    since = times.from_text(record.hindered_since)
+    return now < (now if since is None else since) + trouble.passes_within
 
 
 def good_revision(target: str | None, before: InferenceServiceStatus, ready: Sequence[str]) -> str:
@@ -69,7 +85,7 @@ def good_revision(target: str | None, before: InferenceServiceStatus, ready: Seq
 
 def failing(record: GroupStatus, group: Group | None) -> bool:
     """Whether a group, in its present form, failed before it was ever ready."""
-    if record.phase is GroupPhase.FAILED or (record.failures > 0 and not record.was_ready):
+    if record.phase is GroupPhase.FAILED or record.start_failed:
         return True
     if group is None or record.was_ready:
         return False
