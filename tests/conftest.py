@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import random
 import socket
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from hypothesis import settings
 from radixgrove.cli.redis_server import find_binary
 from radixgrove.worker.agent import demo_model
 from tests import profiles  # noqa: F401
+from tests.ports import find_free_port
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -144,20 +144,6 @@ def demo_prompts(demo_model_dir: Path) -> list[list[int]]:
 
     tokenizer = Tokenizer.from_file(str(demo_model_dir / "tokenizer.json"))
     return [tokenizer.encode(text).ids for text in prompts.TEXTS]
-
-
-def find_free_port(below: int = 32_000) -> int:
-    """A port of the loopback interface that was free a moment ago.
-
-    It lies below the range from which the kernel takes ports for clients and for port 0: no program
-    gets it by chance before it is used. (Hypothesis seeds the ordinary generator.)
-    """
-    draw = random.SystemRandom()
-    while True:
-        port = draw.randrange(10_000, below)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 @contextlib.contextmanager

@@ -15,7 +15,8 @@ import yaml
 
 from radixgrove.operator.api import crd, names
 from radixgrove.operator.kube import admission, rbac
-from tests.cluster.harness.control_plane import ControlPlane, free_port
+from tests.cluster.harness.control_plane import ControlPlane
+from tests.ports import find_free_port
 
 NAMESPACE = "radixgrove"
 ACCOUNT = "radixgrove-operator"
@@ -133,7 +134,7 @@ class OperatorProcess:
     process: subprocess.Popen[bytes] | None = None
 
     def __post_init__(self) -> None:
-        self.health_port = free_port("127.0.0.1")
+        self.health_port = find_free_port()
         self.log = self.directory / f"operator-{self.health_port}.log"
 
     def start(self) -> None:

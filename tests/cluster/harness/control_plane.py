@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import base64
-import random
 import secrets
-import socket
 import ssl
 import urllib.error
 import urllib.request
@@ -21,6 +19,7 @@ from tests.cluster.harness.audit import policy as audit_policy
 from tests.cluster.harness.kubectl import Kubectl
 from tests.cluster.harness.processes import Process
 from tests.cluster.harness.waiting import wait_until
+from tests.ports import find_free_port
 
 ADMIN = "admin"
 CONTROLLER_MANAGER = "system:kube-controller-manager"
@@ -144,9 +143,9 @@ class ControlPlane:
         self._signing_key = self.path / "pki" / "service-accounts.key"
         self._verification_key = self.path / "pki" / "service-accounts.pub"
         pki.new_signing_key(self._signing_key, self._verification_key)
-        self.port = free_port(self.address)
-        self._etcd_url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
-        self._etcd_peer_url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+        self.port = find_free_port(self.address)
+        self._etcd_url = f"http://127.0.0.1:{find_free_port('127.0.0.1')}"
+        self._etcd_peer_url = f"http://127.0.0.1:{find_free_port('127.0.0.1')}"
         self._write_credentials()
         self.audit = AuditLog(self.path / "audit.log")
         self.audit.path.touch()
@@ -288,19 +287,6 @@ class ControlPlane:
             # A claim that is seen before its volume waits for the next of these looks.
             "--pvclaimbinder-sync-period=1s",
         ]
-
-
-def free_port(address: str) -> int:
-    """A port without a listener, below the range from which clients get theirs."""
-    for _ in range(100):
-        port = random.randrange(20000, 32000)
-        with socket.socket() as probe:
-            try:
-                probe.bind((address, port))
-            except OSError:
-                continue
-            return port
-    raise RuntimeError(f"no free port on {address}")
 
 
 def _base64(path: Path) -> str:
