@@ -23,6 +23,7 @@ from hypothesis import settings
 from radixgrove.cli.redis_server import find_binary
 from radixgrove.worker.agent import demo_model
 from tests import profiles  # noqa: F401
+from tests.forgotten import forgotten_tasks
 from tests.ports import find_free_port
 
 if TYPE_CHECKING:
@@ -108,6 +109,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
     with machine.shared():
         return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    """A test hears of its own tasks, instead of the one in which their complaints would come."""
+    result = yield
+    forgotten = forgotten_tasks()
+    assert not forgotten, f"{item.name} leaves tasks that complain later: {forgotten}"
+    return result
 
 
 def examples(count: int, **others: Any) -> settings:

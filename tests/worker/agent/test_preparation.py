@@ -67,6 +67,7 @@ async def test_only_an_engine_that_follows_the_load_may_spin_for_long(
         started = part("shows_spins", runtime, 0)
         await started.start()
         await started.child.process.wait()
+        await started.stop(1)
         return (tmp_path / "spins").read_text()
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
