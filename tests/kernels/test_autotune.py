@@ -405,7 +405,7 @@ def test_when_loading_fails_what_is_being_compiled_ends_and_the_rest_is_left(
         shut_down(executor, wait=wait)
 
     def run_once(trial: object, choice: Choice) -> None:
-        assert failed.wait(10)
+        assert failed.wait(30)
         ran.append(choice)
         raise RuntimeError("cannot be built")
 

@@ -50,12 +50,12 @@ class Owner:
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(30)
 
     def end(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        assert self.process.wait(10) == 0
+        assert self.process.wait(30) == 0
 
 
 @pytest.fixture

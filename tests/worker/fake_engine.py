@@ -93,7 +93,7 @@ class FakeEngine:
         """Close the sockets, as the kernel does for a process that died."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join(10)
+            self._thread.join(30)
             assert not self._thread.is_alive()
 
     def reset(self) -> None:

@@ -28,8 +28,10 @@ class Spoken:
 
     def wait_for(self, text: str, deadline: float | None = None) -> None:
         def said() -> bool:
-            assert text in self.output or self.process.poll() is None, self.output
-            return text in self.output
+            ended = self.process.poll() is not None  # asked first: its last words come before it
+            found = text in self.output
+            assert found or not ended, self.output
+            return found
 
         wait_until(said, deadline=deadline or self.patience, what=f"{text!r} in the output")
 

@@ -60,11 +60,11 @@ def test_a_look_that_finds_the_lease_in_doubt_is_repeated() -> None:
     worker = threading.Thread(target=app._work, args=("reconciler-0", reconciler))
     worker.start()
     try:
-        assert reconciler.looked_twice.wait(10)
+        assert reconciler.looked_twice.wait(30)
     finally:
         stopping.set()
         app.stop()
-        worker.join(10)
+        worker.join(30)
     assert not worker.is_alive()
 
 
@@ -73,11 +73,11 @@ def test_a_start_in_doubt_goes_on_until_the_process_stops() -> None:
     app = App(kube, CONFIG, stopping)
     starting = threading.Thread(target=app.start)
     starting.start()
-    assert kube.asked.wait(10)
+    assert kube.asked.wait(30)
     kube.asked.clear()
-    assert kube.asked.wait(10)  # again
+    assert kube.asked.wait(30)  # again
     stopping.set()
-    starting.join(10)
+    starting.join(30)
     assert not starting.is_alive()
 
 
@@ -99,7 +99,7 @@ def test_a_thread_that_dies_is_told_to_the_liveness_probe(monkeypatch: pytest.Mo
 
     app._thread("autoscaler", dies)
     (thread,) = app._threads
-    thread.join(10)
+    thread.join(30)
     assert app.trouble() == "the thread autoscaler has ended"
     stopping.set()
     assert app.trouble() == "", "all of them end when the app does"

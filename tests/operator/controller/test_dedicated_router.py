@@ -74,7 +74,7 @@ def container(redis_server: RedisServer, tmp_path: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(30)
 
 
 @contextlib.asynccontextmanager

@@ -6,6 +6,7 @@ import threading
 import time
 
 from radixgrove.operator.controller.workqueue import WorkQueue
+from tests.conftest import wait_until
 
 Key = tuple[str, str]
 A, B = ("ns", "a"), ("ns", "b")
@@ -134,7 +135,7 @@ def test_closing_wakes_a_waiting_thread() -> None:
     waiter = threading.Thread(target=lambda: found.append(queue.get(60)))
     waiter.start()
     queue.close()
-    waiter.join(5)
+    waiter.join(30)
     assert found == [None]
 
 
@@ -146,7 +147,7 @@ def test_many_threads_never_share_a_key() -> None:
     lock = threading.Lock()
 
     def work() -> None:
-        while (key := queue.get(0.2)) is not None:
+        while (key := queue.get(60)) is not None:
             with lock:
                 if key in busy:
                     clashes.append(key)
@@ -163,7 +164,8 @@ def test_many_threads_never_share_a_key() -> None:
     while time.monotonic() < end:
         for key in range(20):
             queue.add(key)
+    wait_until(lambda: set(done) == set(range(20)), what="every key's turn")
+    queue.close()
     for thread in threads:
-        thread.join(10)
+        thread.join(30)
     assert clashes == []
-    assert set(done) == set(range(20))

@@ -85,7 +85,7 @@ class AgentProcess(Spoken):
     def end(self, deadline: float = 60.0) -> int:
         """Wait for the exit; everything it started must be gone by then."""
         code = super().end(deadline)
-        _, alive = psutil.wait_procs(self.children, timeout=10)
+        _, alive = psutil.wait_procs(self.children, timeout=30)
         assert not alive, f"left behind: {alive}"
         return code
 
@@ -102,7 +102,7 @@ class AgentProcess(Spoken):
             | ({"Authorization": f"Bearer {key}"} if key else {}),
         )
         try:
-            with urllib.request.urlopen(request, timeout=10) as response:
+            with urllib.request.urlopen(request, timeout=30) as response:
                 return response.status, json.load(response)
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)

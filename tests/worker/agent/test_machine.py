@@ -52,7 +52,7 @@ def test_a_rank_that_is_killed_ends_both_machines_and_is_named_with_its_own(
     first.wait_ready()
     rank = second.rank(1)
     rank.kill()
-    assert [agent.end(deadline=15) for agent in (first, second)] == [1, 1]
+    assert [agent.end() for agent in (first, second)] == [1, 1]
     named = f"engine rank 1 (process {rank.pid}) was killed by SIGKILL"
     assert f"machine 1 (127.0.0.1; ranks 1): {named}" in first.output
     assert named in second.output
@@ -63,7 +63,7 @@ def test_machines_end_with_the_first(start_machines: Callable[..., list[AgentPro
     first.wait_ready()
     rank = first.rank(0)
     rank.kill()
-    assert [agent.end(deadline=15) for agent in (first, second)] == [1, 1]
+    assert [agent.end() for agent in (first, second)] == [1, 1]
     assert f"machine 0 ended the group: engine rank 0 (process {rank.pid})" in second.output
 
 
@@ -96,7 +96,7 @@ def test_a_machine_without_a_first_one_ends_on_sigterm(start_agent: StartAgent) 
     )
     agent.wait_for("management port")
     agent.process.send_signal(signal.SIGTERM)
-    assert agent.end(deadline=15) == 1
+    assert agent.end() == 1
 
 
 def test_only_a_machine_with_frontends_needs_their_keys(

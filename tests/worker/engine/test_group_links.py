@@ -154,6 +154,7 @@ def test_a_step_past_its_deadline_is_the_fault_of_who_waits_for_no_other(
     monkeypatch.setattr(group_links, "SILENCE_SECONDS", FAR)
     group.ranks[1].say(Progress(0, waits=False))
     group.ranks[2].say(Progress(0, waits=True))
+    wait_until(lambda: all(p.signs for p in group.links._peers.values()), what="their words")
     group.launch(seconds=0.3)
     assert group.loss() == "rank 1 (machine 1) did not end a step within 0 s"
 
@@ -192,6 +193,7 @@ def test_rank_0_itself_may_be_the_one_that_hangs(
     monkeypatch.setattr(group_links, "SILENCE_SECONDS", FAR)
     for rank in group.ranks.values():
         rank.say(Progress(0, waits=True))
+    wait_until(lambda: all(p.signs for p in group.links._peers.values()), what="their words")
     group.links.launched(0.3)
     group.links.send(Sample())
     wait_until(lambda: bool(group.given_up), what="the end of the process")
@@ -227,7 +229,7 @@ def test_a_main_thread_that_hangs_is_ended(quick: None, group: Group) -> None:
 def test_the_group_ends_in_order(group: Group) -> None:
     group.links.close()
     for rank in group.ranks.values():
-        assert rank.ended.wait(5.0)
+        assert rank.ended.wait(30.0)
         assert rank.orders[-1] == End()
     assert group.given_up == []
 
@@ -274,14 +276,11 @@ def test_a_rank_that_hangs_while_the_group_ends_is_ended(
     wait_until(lambda: bool(given_up), what="the end of the process")
 
 
-def test_a_rank_that_hears_of_the_end_goes_by_itself(
-    quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(group_links, "_END_SECONDS", 0.2)
+def test_a_rank_that_hears_of_the_end_goes_by_itself() -> None:
     link, host, given_up = follower()
     host.send(msgspec.msgpack.encode(End()), 1.0)
     assert link.next_order() is None
-    link._reader.join(5.0)
+    link._reader.join(30.0)
     assert given_up == []
 
 

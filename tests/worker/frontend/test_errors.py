@@ -379,7 +379,7 @@ def test_prompts_and_answers_never_reach_the_log(frontend: Frontend) -> None:
 def raw(frontend: Frontend, data: bytes) -> bytes:
     """What comes back on a connection for these bytes."""
     host, port = frontend.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
         connection.sendall(data)
         return connection.recv(65536)
 
@@ -419,11 +419,11 @@ def test_what_is_no_http_behind_a_request_does_not_get_into_its_answer(
     frontend: Frontend,
 ) -> None:
     frontend.engine.step_seconds = 0.05
-    frontend.answer("an answer of quite a few words, so that it is under way for a while")
+    frontend.answer("word " * 1000)  # it is under way for a minute
     host, port = frontend.url.removeprefix("http://").split(":")
     body = json.dumps({"model": MODEL, "messages": MESSAGES, "stream": True}).encode()
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
         connection.sendall(head + b"content-length: %d\r\n\r\n%b" % (len(body), body))
         received = connection.recv(65536)
         assert received.startswith(b"HTTP/1.1 200 ")
@@ -432,13 +432,14 @@ def test_what_is_no_http_behind_a_request_does_not_get_into_its_answer(
             received += chunk
     assert received.count(b"HTTP/1.1 ") == 1
     assert b"[DONE]" not in received
+    frontend.answer("fine")
     assert frontend.chat("x").status_code == 200
 
 
 def test_body_that_breaks_after_its_answer_gets_no_second_one(frontend: Frontend) -> None:
     head = b"POST /v1/nothing HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
     host, port = frontend.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
         connection.sendall(head)
         received = connection.recv(65536)
         assert received.startswith(b"HTTP/1.1 404 ")

@@ -240,7 +240,7 @@ def test_sigterm_finishes_running_streams_and_refuses_new_ones(
 ) -> None:
     frontend = start_frontend(drain_timeout=20)
     frontend.answer("a b c d e f g h i j k l m n o p q r s t u v w x y z")
-    frontend.engine.step_seconds = 0.05
+    frontend.engine.paused.set()
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(frontend.chat, "x", stream=True)
         wait_until(lambda: len(frontend.engine.running) == 1, what="the stream at the engine")
@@ -249,6 +249,7 @@ def test_sigterm_finishes_running_streams_and_refuses_new_ones(
         refused = frontend.chat("new")
         assert refused.status_code == 503
         assert refused.headers["retry-after"]
+        frontend.engine.paused.clear()
         response = running.result(timeout=20)
     assert response.text.endswith("data: [DONE]\n\n")
     assert '"finish_reason":"stop"' in response.text
@@ -430,7 +431,7 @@ def test_two_requests_of_one_reservation_keep_apart(
         both = [pool.submit(post_envelope, frontend, body, INTERNAL_KEY) for _ in range(2)]
         wait_until(lambda: len(frontend.engine.running) == 2, what="both at the engine")
         frontend.engine.paused.clear()
-        assert [answer.result(timeout=10).status_code for answer in both] == [200, 200]
+        assert [answer.result(timeout=30).status_code for answer in both] == [200, 200]
 
 
 def test_tokenizer_files_for_routers_only(keyed: Frontend, demo_model_dir: Path) -> None:

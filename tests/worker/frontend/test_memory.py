@@ -62,11 +62,11 @@ async def test_prompts_that_wait_for_the_engine_are_bounded_by_their_bytes(
 
         first = asyncio.create_task(ask())  # some 4,000 or 8,000 bytes: alone it may be larger
         await until(lambda: engine.running, "the first request at the engine")
-        await asyncio.wait_for(ask(), 10)
+        await asyncio.wait_for(ask(), 30)
         assert statuses == [429]
         engine.paused.clear()
-        await asyncio.wait_for(first, 10)
-        await asyncio.wait_for(ask(), 10)
+        await asyncio.wait_for(first, 30)
+        await asyncio.wait_for(ask(), 30)
         assert statuses == [429, 200, 200]
 
 
@@ -108,7 +108,7 @@ async def test_an_answer_that_is_not_read_ends_when_it_takes_too_much(
         engine.interrupt = wait_for_the_abort
         receive = await request_then_silence(max_tokens=1500, logprobs=5)
         handler = asyncio.create_task(frontend.app(scope(), receive, stuck))
-        await asyncio.wait_for(handler, 20)
+        await asyncio.wait_for(handler, 30)
         await until(lambda: not engine.running, "the abort")
         assert len(engine.aborts) == 1
         # What it held is given back: others are not ended for it.
@@ -129,7 +129,7 @@ async def test_an_answer_that_is_sent_whole_is_bounded_too(
     async with running(demo_model_dir) as (frontend, engine):
         engine.script = lambda _: [1000] * 10_000
         receive = await request_then_silence(max_tokens=1500, logprobs=5, stream=False)
-        await asyncio.wait_for(frontend.app(scope(), receive, send), 20)
+        await asyncio.wait_for(frontend.app(scope(), receive, send), 30)
         await until(lambda: not engine.running, "the abort")
         assert answers[0]["status"] == 400
         assert json.loads(answers[1]["body"])["error"]["code"] == "answer_too_large"
@@ -203,7 +203,7 @@ async def test_a_prompt_whose_client_left_is_not_encoded(demo_model_dir: Path) -
         leave = left[0]
         assert leave is not None
         leave()
-        await asyncio.wait_for(handler, 10)
+        await asyncio.wait_for(handler, 30)
         assert not budget._waiting
         assert frontend.in_flight == 0
         assert not engine.submits

@@ -47,12 +47,12 @@ class Meeting:
         self.gathered: Future[dict[int, Channel]] = self._pool.submit(gathering.wait, 30.0)
 
     def join(self, rank: int, identity: Identity = IDENTITY) -> Channel:
-        return join(self.point, identity, rank, 10.0, PARTY)
+        return join(self.point, identity, rank, 30.0, PARTY)
 
     def complete(self, *ranks: int) -> dict[int, Channel]:
         """The right ones still join; rank 0's channels."""
         theirs = {rank: self.join(rank) for rank in ranks}
-        channels = self.gathered.result(10.0)
+        channels = self.gathered.result(30.0)
         assert sorted(channels) == [1, 2]
         for rank, channel in theirs.items():
             channel.send(b"from %d" % rank, 5.0)
@@ -184,7 +184,7 @@ def test_a_recorded_proof_proves_nothing(
     meeting: Meeting, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = _Recorder(meeting.point)
-    through = join(recorder.point, IDENTITY, 1, 10.0, PARTY)
+    through = join(recorder.point, IDENTITY, 1, 30.0, PARTY)
     through.close()
     recorder.close()
 
