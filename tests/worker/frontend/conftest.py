@@ -20,7 +20,7 @@ from radixgrove.worker.frontend.__main__ import main
 from radixgrove.worker.messages import Submit
 from radixgrove.worker.runtime import Runtime
 from tests.conftest import find_free_port, wait_until
-from tests.forks import Fork
+from tests.forks import Fork, Main
 from tests.worker.fake_engine import FakeEngine
 
 MODEL = "org/demo"
@@ -88,7 +88,7 @@ def tokenizer_of(model_dir: Path) -> Tokenizer:
 
 
 @contextmanager
-def running_frontend(model_dir: Path, **settings: Any) -> Iterator[Frontend]:
+def running_frontend(model_dir: Path, *, main: Main = main, **settings: Any) -> Iterator[Frontend]:
     """Start a frontend with these settings; ready when this returns."""
     with TemporaryDirectory(prefix="rg-") as name:
         directory = Path(name)

@@ -15,6 +15,7 @@ import pytest
 from radixgrove.protocol.envelope import ENVELOPE_TYPE, INTERNAL_KEY_HEADER, Envelope
 from radixgrove.worker.messages import EngineInfo
 from tests.conftest import wait_until
+from tests.worker import patient_frontend
 from tests.worker.frontend.conftest import INTERNAL_KEY, MODEL, Frontend, running_frontend
 
 LONG = "one prefix that many requests have in common " * 20
@@ -22,7 +23,7 @@ LONG = "one prefix that many requests have in common " * 20
 
 @pytest.fixture(scope="module")
 def _shared(demo_model_dir: Path) -> Iterator[Frontend]:
-    with running_frontend(demo_model_dir, dp=2) as frontend:
+    with running_frontend(demo_model_dir, main=patient_frontend.main, dp=2) as frontend:
         yield frontend
 
 
@@ -97,11 +98,13 @@ def test_a_burst_of_one_new_prefix_stays_on_one_member(pair: Frontend) -> None:
     assert sorted(requests(pair)) == [0, 8]
 
 
-def test_a_member_that_does_not_say_what_it_has_delays_no_request(pair: Frontend) -> None:
-    for engine in pair.engines:
-        engine.matched_tokens = None
-    complete(pair)
-    assert sum(requests(pair)) == 1
+def test_a_member_that_does_not_say_what_it_has_delays_no_request(demo_model_dir: Path) -> None:
+    with running_frontend(demo_model_dir, dp=2) as frontend:
+        frontend.answer("Hello world")
+        for engine in frontend.engines:
+            engine.matched_tokens = None
+        complete(frontend)
+        assert sum(requests(frontend)) == 1
 
 
 def test_members_in_a_long_step_get_prompts_by_what_each_was_sent(demo_model_dir: Path) -> None:
@@ -143,20 +146,27 @@ def test_rows_are_left_for_what_other_frontends_send(demo_model_dir: Path) -> No
 def keep_busy(frontend: Frontend, **info: int) -> None:
     """Let all members begin a step that takes a minute, and say no more."""
     frontend.answer("Hello world")
+    introduce(frontend, **info)
     for engine in frontend.engines:
-        engine.infos.put(EngineInfo(page_size=16, max_model_len=700, **info))
         engine.matched_tokens = None
         engine.paused.set()
         engine.hang(60.0)
-    with frontend.client() as client:
-        wait_until(
-            lambda: client.get("/v1/models").json()["data"][0]["max_model_len"] == 700,
-            what="what the engines said",
-        )
     for engine in frontend.engines:
         before = engine.told
         wait_until(lambda e=engine, n=before: e.told >= n + 2, what="a pulse with the step")  # type: ignore[misc]
         engine.silent.set()
+
+
+def introduce(frontend: Frontend, **info: int) -> None:
+    """Let each member say what it is, the shortest last; the frontend has heard it."""
+    for engine, length in zip(frontend.engines, (800, 700), strict=True):
+        engine.infos.put(EngineInfo(page_size=16, max_model_len=length, **info))
+        wait_until(lambda n=length: longest_context(frontend) == n, what="what it said")  # type: ignore[misc]
+
+
+def longest_context(frontend: Frontend) -> int:
+    with frontend.client() as client:
+        return int(client.get("/v1/models").json()["data"][0]["max_model_len"])
 
 
 @pytest.mark.parametrize("dp_rank", [0, 1])
@@ -192,26 +202,15 @@ def test_a_choice_without_the_internal_key_is_refused(pair: Frontend) -> None:
 
 def test_the_shortest_context_of_the_members_is_the_workers(demo_model_dir: Path) -> None:
     with running_frontend(demo_model_dir, dp=2) as frontend:
-        for engine, longest in zip(frontend.engines, (900, 700), strict=True):
-            engine.infos.put(EngineInfo(page_size=16, max_model_len=longest))
-
-        def length() -> int:
-            with frontend.client() as client:
-                return int(client.get("/v1/models").json()["data"][0]["max_model_len"])
-
-        wait_until(lambda: length() == 700, what="what the smaller pool holds")
+        introduce(frontend)
+        frontend.engines[1].infos.put(EngineInfo(page_size=16, max_model_len=900))
+        wait_until(lambda: longest_context(frontend) == 800, what="what the smaller pool holds")
 
 
 def test_a_request_goes_to_a_free_row_before_it_goes_to_its_prefix(demo_model_dir: Path) -> None:
-    with running_frontend(demo_model_dir, dp=2) as frontend:
+    with running_frontend(demo_model_dir, main=patient_frontend.main, dp=2) as frontend:
         first, second = frontend.engines
-        for engine in frontend.engines:
-            engine.infos.put(EngineInfo(page_size=16, max_model_len=700, max_running=4))
-        with frontend.client() as client:
-            wait_until(
-                lambda: client.get("/v1/models").json()["data"][0]["max_model_len"] == 700,
-                what="what the engines said",
-            )
+        introduce(frontend, max_running=4)
         frontend.answer("Hello world")
         first.matched_tokens, first.waiting = 64, 4
         complete(frontend)

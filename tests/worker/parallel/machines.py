@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from radixgrove.worker.agent.agent import Modules
 from tests.checkout import ROOT
 from tests.conftest import find_free_port
 from tests.worker.execution import tiny
@@ -43,7 +44,7 @@ _SETTINGS = {
 }
 
 
-ENDS_WITHIN = 10.0 + 3.0  # seconds: the promise, and what a busy machine of tests adds
+ENDS_WITHIN = 10.0 + 20.0  # seconds: the promise, and what a busy machine of tests adds
 
 _numbers = count()
 
@@ -189,8 +190,10 @@ def add_words(directory: Path, vocab_size: int) -> None:
 
 
 @contextmanager
-def group(net: Network, model_dir: Path, **changes: Any) -> Iterator[list[MachineProcess]]:
-    """A worker on every machine of the network, one stage on each."""
+def group(
+    net: Network, model_dir: Path, *, frontend: str = Modules.frontend, **changes: Any
+) -> Iterator[list[MachineProcess]]:
+    """A worker on every machine of the network, one stage on each; `frontend` is a module."""
     machines = len(net.addresses)
     rendezvous, port, management = find_free_port(), find_free_port(), find_free_port()
     started = []
@@ -212,8 +215,9 @@ def group(net: Network, model_dir: Path, **changes: Any) -> Iterator[list[Machin
             script = (
                 "import json, sys\n"
                 "from radixgrove.protocol.settings import WorkerSettings\n"
-                "from radixgrove.worker.agent.agent import run\n"
-                "sys.exit(run(WorkerSettings.model_validate(json.loads(sys.argv[1]))))"
+                "from radixgrove.worker.agent.agent import Modules, run\n"
+                "settings = WorkerSettings.model_validate(json.loads(sys.argv[1]))\n"
+                "sys.exit(run(settings, Modules(frontend=sys.argv[2])))"
             )
             command = [
                 *prefix,
@@ -221,6 +225,7 @@ def group(net: Network, model_dir: Path, **changes: Any) -> Iterator[list[Machin
                 "-c",
                 script,
                 msgspec.json.encode(settings).decode(),
+                frontend,
             ]
             log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
             process = subprocess.Popen(command, cwd=ROOT, stderr=log)

@@ -19,7 +19,7 @@ from tests.worker.execution import tiny
 from tests.worker.parallel.machines import ENDS_WITHIN
 from tests.worker.parallel.ranks import follow, leading, settings
 
-SILENCE = 2.0  # seconds, instead of a minute of a start
+SILENCE = 4.0  # seconds, instead of a minute of a start
 LOST = 1  # of three ranks
 
 

@@ -43,6 +43,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def worker(model_dir: Path, **changes: Any) -> Iterator[MachineProcess]:
     """Of two members, on one machine."""
     options = {"served_model_name": ["m"], "dp": 2, "pp": 1, "nodes": 1, "master": None, **changes}
+    options["frontend"] = "tests.worker.patient_frontend"
     with group(Network(["127.0.0.1"], [[]], [], []), model_dir, **options) as (machine,):
         machine.wait_for("ready after")
         yield machine
