@@ -44,6 +44,8 @@ async def make_router(tmp_path: Path) -> AsyncIterator[MakeRouter]:
         ) -> Router:
             if redis is not None:
                 settings["redis_url"] = redis.url
+            # A slow machine is no reason to place without Redis.
+            settings.setdefault("redis_timeout", 10.0)
             router = Router(tmp_path, find_free_port(), find_free_port(), settings, main)
             stack.push_async_callback(router.close)
             await router.start(ready=ready)

@@ -33,7 +33,7 @@ async def test_a_burst_stays_on_one_member_and_new_prompts_go_to_both(
     redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
 ) -> None:
     members = await make_group(make_replica, redis_server)
-    router = await make_router(redis_server, redis_timeout=10.0)
+    router = await make_router(redis_server)
     await knows(router, "g/0", "g/1")
     shared = tuple(range(100, 140))
     await asyncio.gather(*(router.complete(prompt(*shared, tail)) for tail in range(1, 17)))
@@ -67,7 +67,7 @@ async def test_two_members_have_the_hits_of_two_replicas(
             replicas = [first, await make_replica(**options, replica_id="g", dp=2, host=first)]
         else:
             replicas = [await make_replica(**options, replica_id=name) for name in names]
-        router = await make_router(redis_server, redis_timeout=10.0)
+        router = await make_router(redis_server)
         await knows(router, *names)
         await conversations(router)
         blocks = sum(replica.counters.blocks for replica in replicas)

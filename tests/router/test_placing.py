@@ -16,12 +16,6 @@ from tests.router.harness import MODEL, Router, SimulatedReplica, eventually, pr
 SHARED = tuple(range(100, 140))
 
 
-@pytest.fixture
-def make_router(make_router: MakeRouter) -> MakeRouter:
-    """A slow machine is no reason to place without Redis."""
-    return partial(make_router, redis_timeout=10.0)
-
-
 async def _pair(make_replica: MakeReplica, redis: RedisServer) -> list[SimulatedReplica]:
     return [await make_replica(redis_url=redis.url, replica_id=f"r{i}") for i in range(2)]
 

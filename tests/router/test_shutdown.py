@@ -46,7 +46,7 @@ async def test_open_connections_are_answered_and_sent_away_when_the_router_ends(
     redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
 ) -> None:
     await make_replica(redis_url=redis_server.url)
-    router = await make_router(redis_server)
+    router = await make_router(redis_server, main=lingering_router)
     connections = [await Connection.open(router) for _ in range(2)]
     for connection in connections:
         assert await connection.complete(prompt(1)) == (200, "")
@@ -60,7 +60,8 @@ async def test_open_connections_are_answered_and_sent_away_when_the_router_ends(
     for connection in connections:
         assert await connection.ended()
         connection.close()
-    assert await asyncio.to_thread(router.process.wait, 20) == 0
+    await router.client.close()
+    assert await asyncio.to_thread(router.process.wait, 60) == 0
 
 
 def lingering_router(arguments: list[str]) -> None:

@@ -29,7 +29,7 @@ async def test_client_that_times_out_and_retries_has_one_job_at_a_time(
     assert (await router.complete(prompt(1))).status == 200  # the way is warm
     replica.behaviour.token_seconds = 60.0
     client = openai.AsyncOpenAI(
-        base_url=router.url + "/v1", api_key="none", timeout=1.5, max_retries=2
+        base_url=router.url + "/v1", api_key="none", timeout=2.5, max_retries=2
     )
     most = 0
 
@@ -78,9 +78,9 @@ async def test_a_client_that_leaves_while_its_request_is_placed_gives_the_bookin
 ) -> None:
     replica = await make_replica(redis_url=redis_server.url)
     async with route(redis_server.port) as way:
-        router = await make_router(redis_url=way.url, redis_timeout=10.0)
+        router = await make_router(redis_url=way.url)
         assert (await router.complete(prompt(1))).status == 200  # the way is warm
-        way.delay = 0.7
+        way.delay = 2.0
         async with aiohttp.ClientSession() as session:
             job = asyncio.create_task(
                 session.post(router.url + "/v1/completions", json=completion(prompt(2)))
