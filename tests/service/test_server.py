@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import signal
 
-from radixgrove.service import asgi
+import pytest
+
+from radixgrove.service import asgi, http
 from radixgrove.service.asgi import Receive, Scope, Send
 from radixgrove.service.server import Server
 from tests.service.serving import exchange, serving
@@ -50,8 +52,12 @@ async def stop(server: Server) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_a_connection_made_before_a_server_stops_may_send_its_request() -> None:
+async def test_a_connection_made_before_a_server_stops_may_send_its_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """To the client it was accepted."""
+    monkeypatch.setattr(http, "_NEW_SECONDS", 60.0)
+    monkeypatch.setattr(http, "_FIRST_REQUEST_SECONDS", 15.0)
 
     async def ok(scope: Scope, receive: Receive, send: Send) -> None:
         await asgi.respond(send, 200, b"{}")
