@@ -29,7 +29,9 @@ def settings(**changes: object) -> WorkerSettings:
         "max_model_len": 512,
         "max_running": 64,
         "kv_tokens": 64 * 256,
-        "queue_timeout": 3600,  # a slow machine is no reason to refuse
+        # A slow machine is no reason to refuse.
+        "queue_timeout": 3600,
+        "grammar_timeout": 600,
     }
     return WorkerSettings.model_validate(values | changes)
 

@@ -316,6 +316,7 @@ def test_langchain(cluster: UpProcess) -> None:
 def engine_gauges(worker: str) -> dict[str, float]:
     """What a worker's engine says of itself, five times a second."""
     names = ("running_requests", "kv_pages", "kv_free_pages", "kv_evictable_pages")
+    names += ("aborted_requests_total",)
     found = dict.fromkeys(names, 0.0)
     for line in httpx.get(f"{worker}/metrics", timeout=10, verify=False).text.splitlines():
         name, _, value = line.removeprefix("radixgrove_engine_").rpartition(" ")
@@ -334,6 +335,11 @@ def test_disconnect_frees_the_replica(cluster: UpProcess) -> None:
     """Closed after the first bytes: both the router and the worker let go at once."""
     wait_idle(cluster)
     workers = [entry["url"] for entry in cluster.replicas().values()]
+
+    def aborted() -> float:
+        return sum(engine_gauges(url)["aborted_requests_total"] for url in workers)
+
+    before = aborted()
     body = chat_body("Write a very long story.", max_tokens=1500, stream=True, ignore_eos=True)
     with httpx.stream(
         "POST", f"{cluster.url}/v1/chat/completions", json=body, timeout=60, verify=False
@@ -342,14 +348,13 @@ def test_disconnect_frees_the_replica(cluster: UpProcess) -> None:
         for _ in range(6):
             next(lines)
         wait_until(lambda: any(held_pages(url) > 0 for url in workers), what="pages in use")
-    # A second on a quiet machine, where the engines' own figures follow five times in one.
     wait_until(
         lambda: all(
             engine_gauges(url)["running_requests"] == 0 and held_pages(url) == 0 for url in workers
         ),
-        deadline=5,
         what="the end of the request and of its hold on pages",
     )
+    wait_until(lambda: aborted() == before + 1, what="that it was ended, and did not end by itself")
 
 
 def test_request_id_travels(cluster: UpProcess) -> None:

@@ -97,6 +97,7 @@ def running_frontend(model_dir: Path, *, main: Main = main, **settings: Any) -> 
             "served_model_name": [MODEL, ALIAS],
             "port": find_free_port(),
             "internal_key": INTERNAL_KEY,
+            "grammar_timeout": 60.0,  # a slow machine is no reason to refuse
             **settings,
         }
         runtime = Runtime(directory, WorkerSettings.model_validate(options), model_dir)
