@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
-from hypothesis import HealthCheck, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from radixgrove.router import http_client
@@ -121,7 +121,7 @@ async def test_answers_under_way_have_connections_of_their_own() -> None:
         assert server.connections == 2
 
 
-@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60)
 @given(
     chunks=st.lists(st.binary(min_size=1, max_size=40), max_size=6),
     cuts=st.lists(st.integers(0, 400), max_size=8),
