@@ -139,6 +139,15 @@ def wait_until(
         time.sleep(0.02)
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """What a test draws from torch depends on no test before it in its process."""
+    if "torch" in sys.modules:
+        import torch
+
+        torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def demo_model_dir() -> Path:
     """SmolLM2-135M-Instruct as a Hugging Face directory in float32, converted on first use."""
