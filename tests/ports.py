@@ -12,12 +12,14 @@ import socket
 # ports of clients and for port 0: no program gets one by chance before it is used.
 _FIRST, _END = 10_000, 20_000
 
+# Of this process of tests, among those that run beside each other.
+PROCESS = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+
 
 def _own_ports() -> list[int]:
     """Those of this process among the processes of tests, in an order of their own each time."""
-    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    ports = list(range(_FIRST + number, _END, count))
+    ports = list(range(_FIRST + PROCESS, _END, count))
     random.SystemRandom().shuffle(ports)  # Hypothesis seeds the ordinary generator
     return ports
 

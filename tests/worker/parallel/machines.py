@@ -25,7 +25,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from radixgrove.worker.agent.agent import Modules
 from tests.checkout import ROOT
-from tests.conftest import find_free_port
+from tests.ports import PROCESS, find_free_port
 from tests.worker.execution import tiny
 from tests.worker.spoken import Spoken
 
@@ -74,10 +74,10 @@ def network(machines: int) -> Iterator[Network]:
         addresses = [f"127.77.0.{machine + 1}" for machine in range(machines)]
         yield Network(addresses, [[] for _ in addresses], [], [])
         return
-    # Several at a time, of several processes of tests.
+    # Several at a time, of several processes of tests, and of several runs of them.
     number = next(_numbers)
     name = f"rg{os.getpid() % 100_000}{chr(ord('a') + number)}"
-    subnet = f"10.{200 + number}.{os.getpid() % 250}"
+    subnet = f"10.{200 + PROCESS % 50}.{(os.getpid() + number) % 250}"
     _ip("link", "add", f"{name}br", "type", "bridge")
     try:
         _ip("addr", "add", f"{subnet}.254/24", "dev", f"{name}br")
