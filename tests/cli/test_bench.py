@@ -182,7 +182,7 @@ class Endpoint(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def endpoint() -> Iterator[str]:
-    Endpoint.bodies, Endpoint.most, Endpoint.together = [], 0, 1
+    Endpoint.bodies, Endpoint.running, Endpoint.most, Endpoint.together = [], 0, 0, 1
     with serving(Endpoint) as address:
         yield address
 
