@@ -1,9 +1,14 @@
-"""Which groups a worker of this version runs: the worker and the operator ask the same question."""
+"""Which groups a worker of this version runs, and how long their ranks wait for each other: the
+worker and the operator ask the same questions."""
 
 from __future__ import annotations
 
 from radixgrove.protocol.errors import InvalidInput
 from radixgrove.protocol.words import counted
+
+# Seconds that ranks have to come where they are on several machines: others may still pull their
+# image.
+ARRIVAL_SECONDS_APART = 600.0
 
 
 class UnsupportedRanks(InvalidInput):

@@ -327,9 +327,9 @@ def test_a_service_whose_objects_would_have_anothers_names_is_left_alone() -> No
     assert operator.condition() == "True/Serving"
 
 
-def kill_container(pod: dict[str, Any], words: str) -> None:
+def kill_container(pod: dict[str, Any], words: str, reason: str = "Error") -> None:
     """It ended once before it was ready."""
-    ended = {"terminated": {"exitCode": 1, "message": words}}
+    ended = {"terminated": {"exitCode": 1, "reason": reason, "message": words}}
     status = {"name": "worker", "restartCount": 1, "state": {"running": {}}, "lastState": ended}
     pod["status"] = {"phase": "Running", "containerStatuses": [status]}
 
@@ -425,6 +425,22 @@ def test_a_revision_that_does_not_start_gives_way_to_the_last_good_one() -> None
     assert operator.condition("Progressing") == "False/Settled"
     assert operator.condition("Degraded") == "False/AsExpected"
     assert operator.resource["status"]["rolledBack"] == ""
+
+
+def test_a_machine_that_restarts_while_a_revision_starts_gives_nothing_up() -> None:
+    operator = Operator()
+    operator.restart(AT_ONCE)
+    operator.settle("n0")
+    operator.apply(startup={"timeout": "9m"})
+    for _ in range(3):
+        operator.context()
+    operator.kube.run_pods("n0")
+    kill_container(operator.pod("llama-0-a2-0"), "", reason="Unknown")
+    operator.context()
+    assert operator.condition("Degraded") == "True/Starting"
+    kill_container(operator.pod("llama-0-a2-0"), "no such directory")
+    operator.context()
+    assert operator.condition("Degraded") == "True/RolledBack"
 
 
 def test_a_pod_on_an_unreachable_node_is_moved_unless_its_worker_renews_its_lease() -> None:

@@ -223,6 +223,19 @@ def test_the_next_attempt_avoids_a_machine_that_hangs_while_kubernetes_thinks_it
     assert made.reconcile().records[0].avoid == [], "only the last failure counts"
 
 
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_start_that_ended_for_a_machine_that_hangs_has_not_failed(hangs: bool) -> None:
+    made = Cluster(spec(hardware={"nodes": 2, "gpusPerNode": 8}))
+    made.reconcile()
+    made.make_pods()
+    made.pods(lambda pod: replace(pod, node=f"n{pod.rank}", phase="Running", running=True))
+    made.reconcile()
+    made.silent = {"n1"} if hangs else set()
+    made.pods(lambda pod: replace(pod, restarts=1), only=0)
+    (record,) = made.reconcile().records
+    assert (record.failures, record.start_failed) == (1, not hangs)
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_the_next_attempt_avoids_the_node_that_was_lost(nodes: int) -> None:
     made = cluster(nodes=nodes, replicas=1)

@@ -21,6 +21,7 @@ from radixgrove.operator.planning.recovery import (
     backoff,
     remember,
 )
+from radixgrove.operator.planning.rollback import failing
 
 NODES = {"n0": Node("n0"), "n1": Node("n1")}
 RECOVERY = Recovery.model_validate({"nodeGrace": "30s"})
@@ -102,6 +103,44 @@ def test_a_single_pod_is_the_kubelets_to_restart_and_is_only_counted() -> None:
     counted = remember(restarted, alone, RECOVERY, NOW)
     assert counted.restarts == 2
     assert remember(restarted, counted, RECOVERY, NOW).restarts == 2
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [
+        {"uid": "another"},
+        {"phase": "Failed", "verdict": "The node was low on resource: memory."},
+        {"restarts": 1, "cut_off": True, "exited": "Unknown"},
+    ],
+)
+def test_where_a_pod_was_taken_away_the_ends_of_its_peers_programs_say_nothing(
+    taken: dict[str, object],
+) -> None:
+    left = pod(0, restarts=1, exited="rank 1 (machine 1) is gone")
+    found = fault(group(left, pod(1, **taken)))
+    assert found is not None
+    assert not found.ended
+    assert found.message.startswith("llama-0-a1-1 ")
+    assert str(taken.get("verdict", "")) in found.message
+    crashed = fault(group(left, pod(1)))
+    assert crashed is not None
+    assert crashed.ended
+
+
+@pytest.mark.parametrize(("ran", "ended"), [(599.0, True), (601.0, False)])
+def test_a_rank_that_ended_for_the_want_of_another_one_has_not_failed(
+    ran: float, ended: bool
+) -> None:
+    waited = pod(0, restarts=1, ran=ran, exited="rank 1 did not join within 600 s", ready=False)
+    alone = group(waited, pod(1, running=False, ready=False))
+    record = remember(alone, GroupStatus(index=0), RECOVERY, NOW)
+    assert failing(record, alone) == ended
+    found = fault(group(waited, pod(1)), record)
+    assert found is not None
+    assert found.ended == ended
+    found = fault(group(waited, pod(1)), RECORD)
+    assert found is not None
+    assert found.ended, "all had come"
 
 
 def test_a_slow_image_pull_is_no_failure_of_its_peers() -> None:

@@ -121,6 +121,8 @@ class PodSpec(TypedDict, total=False):
 
 class PodStatus(TypedDict, total=False):
     phase: str
+    message: str  # of the kubelet, which ended or refused the pod as a whole
+    reason: str
     podIP: str
     conditions: list[Condition]
     containerStatuses: list[ContainerStatus]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from radixgrove.operator.api.values import duration
 from radixgrove.operator.planning.observed import Group, Pod
+from radixgrove.protocol.ranks import ARRIVAL_SECONDS_APART
 from radixgrove.service import exit_codes
 
 _IMAGE = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull",
@@ -36,10 +37,19 @@ def problem(group: Group) -> Problem | None:
     if group.refused:
         return refusal(group.refused)
     for pod in group.pods:
+        if not group.all_run and waited_in_vain(pod, group):
+            continue  # what keeps the others is the problem
         found = pod_problem(pod, group.startup)
         if found is not None:
             return found
     return None
+
+
+def waited_in_vain(pod: Pod, group: Group) -> bool:
+    """Whether its last run lasted as long as a rank waits for those of other machines, or as its
+    start may take: that is what it then ended for, unless all had come."""
+    patience = min(ARRIVAL_SECONDS_APART, group.startup or ARRIVAL_SECONDS_APART)
+    return group.nodes > 1 and pod.ran >= patience and not pod.out_of_memory
 
 
 def refusal(said: str) -> Problem:
@@ -56,7 +66,8 @@ def pod_problem(pod: Pod, startup: float = 0.0) -> Problem | None:
         return _retried("ImagePull", f"{pod.name}: {message or reason}")
     if reason in _CONFIG:
         return _retried("ContainerConfig", f"{pod.name}: {message or reason}")
-    if reason == "CrashLoopBackOff" or (pod.restarts and not pod.ready):
+    restarted = pod.restarts and not (pod.ready or pod.cut_off)
+    if reason == "CrashLoopBackOff" or restarted:
         last = _last_line(pod.exited or message or "its container ended without a message")
         if startup and startup <= pod.ran <= startup + _TO_END:
             allowed = duration(startup)

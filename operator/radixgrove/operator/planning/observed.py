@@ -37,10 +37,12 @@ class Pod:
     unplaced_since: float | None = None  # its scheduler finds no node since then
     waiting: tuple[str, str] = ("", "")  # reason and message of a container that does not start
     started_at: float | None = None  # its worker container, as long as its start lasts
+    verdict: str = ""  # the kubelet's, of a pod that it evicted or refused as a whole
     exited: str = ""  # message of the container's previous run
     exit_code: int = 0  # of that run
     never_began: bool = False  # it has no program, say
     out_of_memory: bool = False  # it ended with a process killed for want of memory
+    cut_off: bool = False  # it ended with its machine: the kubelet found it gone, and no exit code
     not_mounted: str = ""  # why its containers have no volumes yet
     ran: float = 0.0  # seconds that run took
     address: str = ""
@@ -75,6 +77,11 @@ class Group:
     @property
     def placed(self) -> int:
         return sum(1 for pod in self.pods if pod.node)
+
+    @property
+    def all_run(self) -> bool:
+        """The container of every rank runs, or has run before."""
+        return len(self.pods) == self.nodes and all(pod.running for pod in self.pods)
 
     @property
     def partly_placed(self) -> bool:
@@ -178,10 +185,12 @@ def pod_of(pod: PodObject) -> Pod:
         unplaced_since=times.from_text(unplaced.get("lastTransitionTime")) if unplaced else None,
         waiting=_waiting([*status.get("initContainerStatuses", []), *containers]),
         started_at=_start_of(worker),
+        verdict=status.get("message", "") or status.get("reason", ""),
         exited=_readable(ended.get("message", "")) or ended.get("reason", ""),
         exit_code=ended.get("exitCode", 0),
         never_began=ended.get("reason") in ("StartError", "ContainerCannotRun"),
         out_of_memory=ended.get("reason") == "OOMKilled",
+        cut_off=ended.get("reason") in ("Unknown", "ContainerStatusUnknown"),
         ran=_length(ended),
         address=status.get("podIP", ""),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from radixgrove.operator.api import names, times
 from radixgrove.operator.api.config import OperatorConfig
@@ -182,14 +182,17 @@ def _look_after(
     if found.fault is None:
         record = recovery.remember(group, record, settings, now)
         return _give_way(given, plan, record, live)
-    record = recovery.after_fault(record, found.fault, settings, now)
+    suspects = [] if found.fault.drain else _suspects(given, group, found.fault)
+    # Where a machine is lost, its peers' programs end for that, and are seen to end before it.
+    fault = replace(found.fault, ended=found.fault.ended and not suspects)
+    record = recovery.after_fault(record, fault, settings, now)
     if record.phase is GroupPhase.FAILED:
         plan.events.append(("Warning", "GroupFailed", f"group {record.index}: {record.detail}"))
         return record
-    if not found.fault.drain:
-        record = record.model_copy(update={"avoid": _suspects(given, group, found.fault)})
-    plan.events.append(("Warning", "GroupRecovery", f"group {record.index}: {found.fault.message}"))
-    if found.fault.drain:
+    if not fault.drain:
+        record = record.model_copy(update={"avoid": suspects})
+    plan.events.append(("Warning", "GroupRecovery", f"group {record.index}: {fault.message}"))
+    if fault.drain:
         plan.drain.append((group, RECOVERY))
         plan.requeue_by(now + given.config.drain_notice)
     else:

@@ -17,7 +17,7 @@ from radixgrove.operator.api.spec import Recovery, RecoveryPolicy
 from radixgrove.operator.api.status import MAX_DETAIL, GroupPhase, GroupStatus, PodRecord
 from radixgrove.operator.api.values import seconds
 from radixgrove.operator.planning.demand import Node
-from radixgrove.operator.planning.diagnosis import problem
+from radixgrove.operator.planning.diagnosis import problem, waited_in_vain
 from radixgrove.operator.planning.observed import Group, Pod
 
 MAX_BACKOFF = 300.0
@@ -98,25 +98,41 @@ def _broken(group: Group, record: GroupStatus) -> Fault | None:
     for pod in group.pods:
         if pod.deleted_at is not None:
             return Fault(f"{pod.name} is leaving", drain=True)
-    if not (record.all_ran or _all_run(group)):
+    if not (record.all_ran or group.all_run):
         return None  # ranks still wait for each other: a slow image pull is no failure
     if len(group.pods) < group.nodes:
         return Fault(f"{group.nodes - len(group.pods)} of {group.nodes} pods are gone")
+    # Where a pod was taken away, the programs of the others have ended for the want of it.
+    return _taken(group, record) or _ended(group, record)
+
+
+def _taken(group: Group, record: GroupStatus) -> Fault | None:
     known = {pod.name: pod for pod in record.pods}
     for pod in group.pods:
         before = known.get(pod.name)
         if record.all_ran and before is not None and before.uid != pod.uid:
             return Fault(f"{pod.name} was replaced")
         if pod.phase in ("Failed", "Succeeded"):
-            return Fault(f"{pod.name} ended: {pod.exited or pod.phase}", ended=True)
-        if pod.restarts > (before.restarts if before else 0):
-            words = pod.exited or "its container left no message"
-            return Fault(f"{pod.name} restarted: {words}", ended=True)
+            # Containers of these pods are always restarted: only the kubelet ends a whole one.
+            return Fault(f"{pod.name} ended: {pod.verdict or pod.exited or pod.phase}")
+        if pod.cut_off and _restarted(pod, record):
+            return Fault(f"{pod.name} restarted: its machine did, or lost its container")
     return None
 
 
-def _all_run(group: Group) -> bool:
-    return len(group.pods) == group.nodes and all(pod.running for pod in group.pods)
+def _ended(group: Group, record: GroupStatus) -> Fault | None:
+    for pod in group.pods:
+        if _restarted(pod, record):
+            words = pod.exited or "its container left no message"
+            # Restarts of before all ranks ran show only now.
+            in_vain = not record.all_ran and waited_in_vain(pod, group)
+            return Fault(f"{pod.name} restarted: {words}", ended=not in_vain)
+    return None
+
+
+def _restarted(pod: Pod, record: GroupStatus) -> bool:
+    before = next((known for known in record.pods if known.name == pod.name), None)
+    return pod.restarts > (before.restarts if before else 0)
 
 
 def remember(group: Group, record: GroupStatus, recovery: Recovery, now: float) -> GroupStatus:
@@ -150,7 +166,7 @@ def remember(group: Group, record: GroupStatus, recovery: Recovery, now: float) 
             "ready_since": ready_since,
             "partly_since": partly,
             "was_ready": record.was_ready or group.ready,
-            "all_ran": record.all_ran or _all_run(group),
+            "all_ran": record.all_ran or group.all_run,
             "pods": _records(group, record),
         }
     )

@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from radixgrove.protocol.errors import PeerError
+from radixgrove.protocol.ranks import ARRIVAL_SECONDS_APART
 from radixgrove.worker.parallel.channel import (
     Channel,
     ChannelError,
@@ -38,7 +39,6 @@ from radixgrove.worker.parallel.layout import Layout
 logger = logging.getLogger(__name__)
 
 ARRIVAL_SECONDS = 60.0  # on one machine
-ARRIVAL_SECONDS_APART = 600.0  # others may still pull their image
 # For the first word of a host that has let one in: it says none while it waits for others.
 FIRST_WORD_SECONDS = 900.0
 _HANDSHAKE_SECONDS = 5.0
