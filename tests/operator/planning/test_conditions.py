@@ -225,11 +225,12 @@ QUOTA = 'pods "x" is forbidden: exceeded quota: gpus, requested: nvidia.com/gpu=
                     GroupPhase.WAITING,
                     retry_at="2026-01-01T00:00:00Z",
                     failures=3,
+                    program_failures=2,
                     detail="NCCL",
                 )
             ),
             "BackOff",
-            "2026-01-01T00:00:00Z (failure 3 in a row, 10 allowed): NCCL",
+            "2026-01-01T00:00:00Z (failure 3 in a row, 2 of its programs, 10 allowed): NCCL",
         ),
         (facts(STARTING, phases=["group 0: weights: 3 of 7"]), "Starting", "weights: 3 of 7"),
         (

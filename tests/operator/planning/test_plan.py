@@ -281,8 +281,7 @@ def test_routers_forget_an_evicted_group_of_one_pod_while_it_still_answers() -> 
 
 def test_an_exhausted_group_is_kept_but_not_served() -> None:
     made = cluster(replicas=1, recovery={"maxRestarts": 0})
-    victim = made.groups["llama-0-a1"]
-    made.groups["llama-0-a1"] = replace(victim, pods=(victim.pods[0],))
+    made.pods(lambda pod: replace(pod, restarts=1), only=1)
     plan = made.reconcile()
     assert plan.serving == []
     assert [record.phase for record in plan.records] == [GroupPhase.FAILED]
@@ -296,8 +295,9 @@ def test_an_exhausted_group_is_kept_but_not_served() -> None:
 
 def test_an_exhausted_group_whose_set_is_deleted_gets_one_more_attempt() -> None:
     made = cluster(nodes=2, replicas=2, recovery={"maxRestarts": 0})
-    made.pods(lambda pod: None, only=1)
+    made.pods(lambda pod: replace(pod, restarts=1), only=1)
     made.reconcile()
+    made.pods(lambda pod: None, only=1)
     assert [record.phase for record in made.records] == [GroupPhase.FAILED] * 2
     # Neither waits for the other, which has half of its pods and is to keep them.
     del made.groups["llama-0-a1"]

@@ -73,7 +73,7 @@ def test_long_last_words_fit_into_a_status_that_the_api_server_takes(
     seen = fault(group(pod(0), pod(1, restarts=1, exited=log)))
     assert seen is not None
     recovery = Recovery.model_validate({"policy": policy})
-    record = RECORD.model_copy(update={"failures": failures})
+    record = RECORD.model_copy(update={"failures": failures, "program_failures": failures})
     detail = after_fault(record, seen, recovery, NOW).detail
     assert "llama-0-a1-1" in detail
     assert detail.endswith("the error")
@@ -198,20 +198,31 @@ def test_a_deleted_node_takes_its_pods_with_it() -> None:
 
 def test_failures_are_forgotten_after_a_stable_while() -> None:
     failed = after_fault(RECORD, Fault("boom"), RECOVERY, NOW)
-    failed = failed.model_copy(update={"failures": 4, "ready_since": times.to_text(NOW)})
+    counts = {"failures": 4, "program_failures": 2}
+    failed = failed.model_copy(update=counts | {"ready_since": times.to_text(NOW)})
     still, forgotten = (remember(HEALTHY, failed, RECOVERY, NOW + after) for after in (599, 601))
-    assert (still.failures, still.last_failure) == (4, "boom")
-    assert (forgotten.failures, forgotten.last_failure) == (0, "")
+    assert (still.failures, still.program_failures, still.last_failure) == (4, 2, "boom")
+    assert (forgotten.failures, forgotten.program_failures, forgotten.last_failure) == (0, 0, "")
 
 
 def test_the_budget_ends_in_a_failed_group_that_is_kept() -> None:
     record = RECORD
     for _ in range(RECOVERY.max_restarts):
-        record = after_fault(record, Fault("boom"), RECOVERY, NOW)
+        record = after_fault(record, Fault("boom", ended=True), RECOVERY, NOW)
         assert record.phase is GroupPhase.WAITING
-    record = after_fault(record, Fault("boom"), RECOVERY, NOW)
+    record = after_fault(record, Fault("boom", ended=True), RECOVERY, NOW)
     assert record.phase is GroupPhase.FAILED
     assert "boom" in record.detail
+
+
+def test_machines_that_are_lost_time_and_again_leave_no_group_failed() -> None:
+    """As when all nodes of a cluster are replaced one after the other, or go as they are needed."""
+    record = RECORD
+    for _ in range(3 * RECOVERY.max_restarts):
+        record = after_fault(record, Fault("llama-0-a1-0 was on node n0"), RECOVERY, NOW)
+        assert record.phase is GroupPhase.WAITING
+    assert record.retry_at == times.to_text(NOW + MAX_BACKOFF), "it takes its time"
+    assert after_fault(record, Fault("boom", ended=True), RECOVERY, NOW).phase is GroupPhase.WAITING
 
 
 def test_recovery_can_be_switched_off() -> None:

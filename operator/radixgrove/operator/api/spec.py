@@ -321,7 +321,8 @@ class Recovery(SpecModel):
     )
     max_restarts: int = Field(
         10,
-        description="Failures in a row that are tolerated; with one more a group is left failed.",
+        description="Failures in a row of a group's programs that are tolerated; with one more it "
+        "is left failed. Machines that are lost and pods that are evicted do not count.",
         ge=0,
         le=1000,
     )

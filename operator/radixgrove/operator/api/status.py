@@ -58,6 +58,9 @@ class GroupStatus(StatusModel):
     )
     restarts: int = Field(0, description="Recoveries since the group was made.", ge=0)
     failures: int = Field(0, description="Failures in a row.", ge=0)
+    program_failures: int = Field(
+        0, description="Those of them in which a program of it ended by itself.", ge=0
+    )
     last_failure: str = Field(
         "", description="The last of them: why its attempt ended.", max_length=MAX_DETAIL
     )

@@ -269,7 +269,9 @@ def _hindrance(facts: StatusInput) -> tuple[str, str]:
         return "InsufficientGPUs", waiting[0].detail
     if waiting and waiting[0].retry_at:
         allowed = facts.view.spec.recovery.max_restarts
-        count = f"failure {waiting[0].failures} in a row, {allowed} allowed"
+        count = f"failure {waiting[0].failures} in a row"
+        if waiting[0].program_failures:
+            count += f", {waiting[0].program_failures} of its programs, {allowed} allowed"
         return "BackOff", f"next attempt at {waiting[0].retry_at} ({count}): {waiting[0].detail}"
     for record in facts.plan.records:
         if record.last_failure and record.phase in (GroupPhase.PENDING, GroupPhase.STARTING):

@@ -158,6 +158,7 @@ def remember(group: Group, record: GroupStatus, recovery: Recovery, now: float) 
             "revision": group.revision,
             "restarts": restarts,
             "failures": 0 if stable else record.failures,
+            "program_failures": 0 if stable else record.program_failures,
             "start_failed": record.start_failed and not group.ready,
             "hindered_since": (record.hindered_since or times.to_text(now)) if hindered else None,
             "last_failure": "" if stable else record.last_failure,
@@ -185,23 +186,23 @@ def _records(group: Group, record: GroupStatus) -> list[PodRecord]:
 
 
 def after_fault(record: GroupStatus, fault: Fault, recovery: Recovery, now: float) -> GroupStatus:
-    """The record once an attempt is over: `Failed` when it must not try again."""
-    failures = record.failures + 1
+    """The record once an attempt is over: `Failed` when it must not try again.
+
+    What took a pod away passes, however often it comes: only failures of programs are counted out.
+    """
+    failures, of_programs = record.failures + 1, record.program_failures + fault.ended
+    counts = {"failures": failures, "program_failures": of_programs}
     detail = _fitting(fault.message)
     start_failed = record.start_failed or (fault.ended and not record.was_ready)
     if recovery.policy is RecoveryPolicy.NONE:
-        return record.model_copy(
-            update={"phase": GroupPhase.FAILED, "failures": failures, "detail": detail}
-        )
-    if failures > recovery.max_restarts:
-        last = _fitting(f"{failures} failures in a row; the last: {fault.message}")
-        return record.model_copy(
-            update={"phase": GroupPhase.FAILED, "failures": failures, "detail": last}
-        )
+        return record.model_copy(update=counts | {"phase": GroupPhase.FAILED, "detail": detail})
+    if of_programs > recovery.max_restarts:
+        last = _fitting(f"{of_programs} failures in a row; the last: {fault.message}")
+        return record.model_copy(update=counts | {"phase": GroupPhase.FAILED, "detail": last})
     return record.model_copy(
-        update={
+        update=counts
+        | {
             "phase": GroupPhase.WAITING,
-            "failures": failures,
             "restarts": record.restarts + 1,
             "retry_at": times.to_text(now + backoff(failures, seconds(recovery.backoff))),
             "detail": detail,
