@@ -245,6 +245,25 @@ def test_a_model_that_does_not_fit_names_the_fields_it_does_not_fit(said: str, f
     assert found.message.startswith(f"{said}; {fields} (tried again")
 
 
+def test_a_bucket_that_changed_before_it_was_fetched_is_looked_up_again() -> None:
+    """As when it was still being filled at the first lookup."""
+    bucket = spec(model={"source": "s3://models/llama"})
+    known = ModelStatus(source="s3://models/llama", revision="a" * 40)
+    name = names.cache_name("s3://models/llama", "a" * 40)
+    said = json.dumps({"reason": "ModelChanged", "message": "the objects changed"})
+    job = JobState(name, "u", failed=True, finished_at=NOW, message=said)
+    waits = step(bucket, known, {name: job}, {name: {}}, now=NOW + 1)
+    assert (waits.reason, waits.status.revision) == ("ModelChanged", "a" * 40)
+    again = step(bucket, waits.status, {name: job}, {name: {}}, now=waits.requeue_at or 0.0)
+    assert again.delete_jobs == [job]
+    lookup = step(bucket, again.status)
+    assert (lookup.reason, kinds(lookup)) == ("Resolving", ["Job"])
+    done = {resolve_job_name(SERVICE, bucket.model): JobState(
+        "r", "u", succeeded=True, message=json.dumps({"revision": "b" * 40})
+    )}  # fmt: skip
+    assert step(bucket, lookup.status, done).status.revision == "b" * 40
+
+
 def test_a_model_that_was_unfit_for_another_service_is_judged_anew() -> None:
     claim = names.cache_name(HUB, COMMIT)
     resource = hub(revision=COMMIT)

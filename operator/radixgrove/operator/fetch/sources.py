@@ -45,6 +45,9 @@ _S3_REFUSES = {
 }  # fmt: skip
 
 
+CHANGED = "ModelChanged"  # the revision that was looked up cannot be had any more
+
+
 class FetchError(PeerError):
     """`reason` is a condition's reason; `message` tells a person what to do."""
 
@@ -429,7 +432,7 @@ class _GoogleIdentity:
 def _unchanged(files: list[RemoteFile], revision: str) -> list[RemoteFile]:
     """Raises FetchError when they are others than those that were looked up."""
     if revision and _digest_of(files) != revision:
-        raise FetchError("ModelChanged", "the bucket's objects changed since they were looked up")
+        raise FetchError(CHANGED, "the bucket's objects changed since they were looked up")
     return files
 
 

@@ -1,9 +1,10 @@
 """Where a model's files are: provided by the user, or fetched once into a claim. Pure.
 
 The revision that a source stands for is looked up once, by a Job, and kept in status: groups of one
-service stay the same when a branch moves later. The claim is named by source and
-revision, so that services share it, and is filled by one Job, which resumes and checks hashes. What
-a new shared claim looks like is decided by its oldest user; an existing one is not changed.
+service stay the same when a branch moves later. What a bucket holds is looked up again if that has
+changed before it was fetched. The claim is named by source and revision, so that services share it,
+and is filled by one Job, which resumes and checks hashes. What a new shared claim looks like is
+decided by its oldest user; an existing one is not changed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from radixgrove.operator.api.spec import (
 )
 from radixgrove.operator.api.status import ModelStatus
 from radixgrove.operator.fetch.download import SNAPSHOT, UNFIT
+from radixgrove.operator.fetch.sources import CHANGED
 from radixgrove.operator.planning import remedies
 from radixgrove.operator.planning.diagnosis import pod_problem, refusal
 from radixgrove.operator.planning.observed import JobState
@@ -346,6 +348,8 @@ def _failed(status: ModelStatus, job: JobState, config: OperatorConfig, now: flo
     step = CacheStep(status, reason=reason, message=f"{message} ({again})")
     if now >= retry_at:
         step.status = status.model_copy(update={"failures": status.failures + 1})
+        if reason == CHANGED:  # as when the lookup came in the middle of an upload
+            step.status = step.status.model_copy(update={"revision": "", "claim": ""})
         step.delete_jobs.append(job)
         step.requeue_at = now + 1.0
     else:
