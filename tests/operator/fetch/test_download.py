@@ -314,6 +314,8 @@ class Bucket:
         self.files = {f"llama/{name}": content for name, content in FILES.items()}
         self.token = ""  # that it asks for
         self.given: dict[str, Any] = {}  # by the metadata server
+        self.silent = range(0)  # which of the questions to that come to nothing
+        self.questions = 0
         bucket = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -331,7 +333,9 @@ class Bucket:
         query = dict(urllib.parse.parse_qsl(parts.query))
         if parts.path.startswith("/computeMetadata/"):
             known = bool(self.given) and request.headers["Metadata-Flavor"] == "Google"
-            self._send(request, 200 if known else 404, json.dumps(self.given).encode())
+            status = 503 if self.questions in self.silent else 200 if known else 404
+            self.questions += 1
+            self._send(request, status, json.dumps(self.given).encode())
         elif self.token and request.headers.get("Authorization") != f"Bearer {self.token}":
             self._send(request, 401, b"")
         elif parts.path == "/storage/v1/b/models/o":
@@ -407,6 +411,24 @@ def test_a_google_bucket_that_changed_or_refuses_is_named(
     written = json.loads(said.read_text())
     assert written["reason"] == "Unauthorized"
     assert "pods.downloads.serviceAccountName" in written["message"]
+
+
+def test_a_metadata_server_that_does_not_answer_yet_is_asked_again(
+    google: Bucket, said: Path
+) -> None:
+    """As in a pod's first seconds: the Job's next pod has the token."""
+    google.token, google.silent = "of the pod's account", range(1)
+    google.given = {"access_token": google.token, "expires_in": 3600}
+    assert download.main(["resolve", "--source", "gs://models/llama"]) == 1
+    assert "does not answer" in json.loads(said.read_text())["message"]
+    assert resolved(said, "gs://models/llama")
+
+
+def test_a_token_that_cannot_be_renewed_now_serves_to_its_end(google: Bucket, said: Path) -> None:
+    google.token, google.silent = "of the pod's account", range(1, 100)
+    google.given = {"access_token": google.token, "expires_in": 59}
+    assert resolved(said, "gs://models/llama")
+    assert google.questions > 1
 
 
 # ---- S3 ------------------------------------------------------------------------------------------

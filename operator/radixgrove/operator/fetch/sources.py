@@ -31,6 +31,7 @@ _CHUNK = 1 << 20
 _TIMEOUT = urllib3.Timeout(connect=15.0, read=60.0)
 _MAX_LISTING = 64 << 20  # bytes of one answer
 _MAX_PAGES = 1000
+_ASK_AGAIN = 5.0  # seconds between questions to a metadata server that does not answer
 
 
 _ACCESS = (
@@ -45,6 +46,7 @@ _S3_REFUSES = {
 }  # fmt: skip
 
 
+UNAUTHORIZED = "Unauthorized"
 CHANGED = "ModelChanged"  # the revision that was looked up cannot be had any more
 
 
@@ -211,7 +213,7 @@ def _get(
         return response
     response.release_conn()
     if response.status in (401, 403):
-        raise FetchError("Unauthorized", refused)
+        raise FetchError(UNAUTHORIZED, refused)
     if response.status == 404:
         raise FetchError("ModelNotFound", missing)
     raise OSError(f"{host} answers {response.status}")
@@ -324,9 +326,9 @@ class S3Source:
             return FetchError("ModelNotFound", f"{where} does not exist: see model.source")
         if code in _S3_REFUSES:
             said = f"{where} is refused ({code}): see model.credentialsSecret"
-            return FetchError("Unauthorized", said)
+            return FetchError(UNAUTHORIZED, said)
         if type(error).__name__ == "NoCredentialsError":
-            return FetchError("Unauthorized", f"no credentials for {where}: {_ACCESS}")
+            return FetchError(UNAUTHORIZED, f"no credentials for {where}: {_ACCESS}")
         return OSError(
             f"{where} is not read ({code or type(error).__name__}): see AWS_ENDPOINT_URL and "
             "AWS_REGION in model.credentialsSecret, pods.proxy and pods.caBundle among the chart's "
@@ -391,13 +393,19 @@ class GoogleSource:
         )
 
     def _get(self, url: str, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
-        return _get(
-            self._pool, url, headers | self._identity.headers(),
-            hint="pods.proxy and pods.caBundle",
-            refused=f"{self._where} is refused: set pods.downloads.serviceAccountName to a "
-            "ServiceAccount with workload identity that may read it",
-            missing=f"{self._where} does not exist: see model.source",
-        )  # fmt: skip
+        try:
+            return _get(
+                self._pool, url, headers | self._identity.headers(),
+                hint="pods.proxy and pods.caBundle",
+                refused=f"{self._where} is refused: set pods.downloads.serviceAccountName to a "
+                "ServiceAccount with workload identity that may read it",
+                missing=f"{self._where} does not exist: see model.source",
+            )  # fmt: skip
+        except FetchError as error:
+            if error.reason != UNAUTHORIZED or not self._identity.unknown:
+                raise
+            words = "the node's metadata server, which has the pod's token, does not answer"
+            raise OSError(f"{error.message}; {words}") from error
 
 
 class _GoogleIdentity:
@@ -405,28 +413,41 @@ class _GoogleIdentity:
 
     def __init__(self) -> None:
         self._token = ""
-        self._asked = False
-        self._until = 0.0
+        self._none = False
+        self._ends = 0.0  # monotonic, as `_due`
+        self._due = 0.0  # when to ask, the first time or again
+
+    @property
+    def unknown(self) -> bool:
+        """Whether the server has yet to answer, which it may not do in a pod's first seconds."""
+        return not self._none and time.monotonic() >= self._ends
 
     def headers(self) -> dict[str, str]:
-        """Asks again shortly before a token ends."""
-        if not self._asked or (self._token and time.monotonic() > self._until):
+        """Asks shortly before a token ends, which is sent as long as there is no other."""
+        if not self._none and time.monotonic() >= self._due:
             self._ask()
         return {"Authorization": f"Bearer {self._token}"} if self._token else {}
 
     def _ask(self) -> None:
         host = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
         url = f"http://{host}/computeMetadata/v1/instance/service-accounts/default/token"
-        self._asked = True
+        self._due = time.monotonic() + _ASK_AGAIN
         try:
             answer = urllib3.PoolManager().request(
                 "GET", url, headers={"Metadata-Flavor": "Google"}, timeout=3.0, retries=False
             )
             found = answer.json() if answer.status == 200 else {}
+        except urllib3.exceptions.NameResolutionError:  # elsewhere than at Google
+            self._none = not self._token
+            return
         except (urllib3.exceptions.HTTPError, ValueError):
-            found = {}
-        self._token = str(found.get("access_token", ""))
-        self._until = time.monotonic() + float(found.get("expires_in", 0)) - 60.0
+            return
+        if token := str(found.get("access_token", "")):
+            self._token = token
+            self._ends = time.monotonic() + float(found.get("expires_in", 0))
+            self._due = self._ends - 60.0
+        elif answer.status == 404:
+            self._none = not self._token
 
 
 def _unchanged(files: list[RemoteFile], revision: str) -> list[RemoteFile]:
