@@ -583,6 +583,27 @@ def test_a_tokenizer_that_is_not_known_refuses_grammars_alone() -> None:
     assert run.tokens["allowed"] == [5] * 20
 
 
+@pytest.mark.parametrize(
+    "error", [ConstraintError("this model's tokenizer cannot be read"), MemoryError()]
+)
+def test_a_tokenizer_that_could_not_be_loaded_once_is_loaded_for_the_next_request(
+    error: Exception,
+) -> None:
+    fails = [error]
+
+    def load() -> LLTokenizer:
+        if fails:
+            raise fails.pop()
+        return tokenizer()
+
+    run = harness(load=load)
+    for name in ("refused", "served"):
+        run.submit(request(name, encode("a"), 40, rules=rules_of("[0-9]{20}")))
+        run_all(run)
+    assert isinstance(run.ended["refused"], Refused)
+    assert len(answer(run, "served")) == 20
+
+
 # ---- masks ---------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +32,7 @@ from radixgrove.worker.engine.metrics import EngineMetrics, PhaseClock
 from radixgrove.worker.engine.prefill_rate import PrefillRate
 from radixgrove.worker.engine.step_time import StepTimeFit
 from radixgrove.worker.engine.steps import step_allowance
-from radixgrove.worker.engine.tokenizer import tokenizer_of
+from radixgrove.worker.engine.tokenizer import read_ahead
 from radixgrove.worker.messages import (
     Abort,
     Admitted,
@@ -406,13 +405,13 @@ def run(
     executor: Executor | None = None
     doing = "start"
     # Beside the weights, which take longer: requests would wait for it.
-    tokenizer = ThreadPoolExecutor(1, "tokenizer").submit(tokenizer_of, runtime.model_dir)
+    load_tokenizer = read_ahead(runtime.model_dir)
     try:
         executor, info = build(settings, runtime.model_dir, links.report, directory)
         # What the start has built lives to the end: the collector need not look at it again.
         gc.collect()
         gc.freeze()
-        engine = Engine(settings, links, executor, info, tokenizer.result)
+        engine = Engine(settings, links, executor, info, load_tokenizer)
         tell_joined(runtime)
         signal.signal(signal.SIGTERM, lambda *_: engine.stop())
         doing = "run"

@@ -6,6 +6,7 @@ other. A matcher that was built stays, at its beginning, and each sequence gets 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
+from typing import TypeVar
 from weakref import WeakSet
 
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -29,6 +31,10 @@ from radixgrove.worker.scheduler.rules import (
     fill_masks,
     mask_words,
 )
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 LoadTokenizer = Callable[[], LLTokenizer]
 
@@ -71,6 +77,21 @@ class _Lexerless:
 def broken(why: str) -> str:
     """The message of an answer that ends since its rules cannot be held any longer."""
     return f"The answer could not be held to what it must be: {why}."
+
+
+def _built(future: Future[T]) -> T:
+    """What a thread has built.
+
+    Raises:
+        ConstraintError: it could not, for whatever reason: that ends no other request.
+    """
+    try:
+        return future.result()
+    except ConstraintError:
+        raise
+    except Exception as error:
+        logger.exception("a grammar could not be built")
+        raise ConstraintError("the grammar could not be built") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,9 +271,11 @@ class Grammars:
         return mask_words(self._vocab_size)
 
     def _loaded(self) -> Future[LLTokenizer]:
-        if self._tokenizer is None:
-            self._tokenizer = self._builders.submit(self._load)
-        return self._tokenizer
+        """Loaded once, and again if that failed: frontends let no grammar through where it must."""
+        known = self._tokenizer
+        if known is None or (known.done() and known.exception() is not None):
+            known = self._tokenizer = self._builders.submit(self._load)
+        return known
 
     def _begin(self, grammar: str) -> _Build:
         tokenizer = self._loaded()
@@ -269,7 +292,7 @@ class Grammars:
 
     def _end(self, key: bytes, build: _Build, waiting: list[Request]) -> list[Settled]:
         try:
-            matcher = build.future.result()
+            matcher = _built(build.future)
         except ConstraintError as error:
             return [Settled(request, f"{error.reason}.") for request in waiting]
         grammar = Grammar(matcher, lambda: self._more.submit(build.work), self._threads)
@@ -282,7 +305,7 @@ class Grammars:
 
     def _end_renewal(self, request: Request, future: Future[SequenceRules]) -> Settled:
         try:
-            rules = future.result()
+            rules = _built(future)
         except ConstraintError as error:
             return Settled(request, broken(error.reason))
         if rules.error is not None:
