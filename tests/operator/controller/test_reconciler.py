@@ -244,19 +244,24 @@ def test_a_group_whose_pods_are_late_says_why_they_are_refused() -> None:
     assert "IPC_LOCK" in operator.message()
 
 
-def test_a_job_whose_pods_are_refused_says_so() -> None:
-    operator = Operator(model={"source": "hf://org/model"})
-    operator.context()
-    assert operator.condition() == "False/Resolving"
+def refuse_pods_of_job(operator: Operator, words: str) -> None:
+    """As the Job controller says it."""
     (job,) = operator.kube.of("Job")
     meta = job["metadata"]
-    words = "Error creating: exceeded quota: small, requested: pods=1"
     event = f"(combined from similar events): {words}"
     about = {"involvedObject": {"name": meta["name"], "uid": meta["uid"]}}
     where = {"namespace": KEY[0], "name": "refused"}
     operator.kube.add(
         {"kind": "Event", "metadata": where, **about, "reason": "FailedCreate", "message": event}
     )
+
+
+def test_a_job_whose_pods_are_refused_says_so() -> None:
+    operator = Operator(model={"source": "hf://org/model"})
+    operator.context()
+    assert operator.condition() == "False/Resolving"
+    words = "Error creating: exceeded quota: small, requested: pods=1"
+    refuse_pods_of_job(operator, words)
     operator.context()
     for kind, value in (("Ready", "False"), ("ModelCached", "False"), ("Degraded", "True")):
         assert operator.condition(kind) == f"{value}/QuotaBlocked"
@@ -392,6 +397,20 @@ def test_a_new_image_is_tried_where_it_is_to_run_before_the_only_replica_goes() 
     assert operator.sets() == ["llama-0-a2"]
     operator.settle("n0")
     assert operator.condition("Degraded") == "False/AsExpected"
+
+
+def test_an_image_that_a_quota_keeps_from_being_tried_holds_up_no_rollout() -> None:
+    operator = Operator(image="example.com/worker:1")
+    operator.restart(AT_ONCE)
+    operator.settle("n0")
+    operator.apply(image="example.com/worker:2")
+    operator.context()
+    assert operator.condition("Progressing") == "True/CheckingImage"
+    assert operator.look() <= 5.0, "only Events say why there is no pod"
+    refuse_pods_of_job(operator, "Error creating: exceeded quota: small, requested: pods=1")
+    for _ in range(3):
+        operator.context()
+    assert operator.sets() == ["llama-0-a2"]
 
 
 def test_a_revision_that_does_not_start_gives_way_to_the_last_good_one() -> None:

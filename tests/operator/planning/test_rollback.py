@@ -208,3 +208,13 @@ def test_a_try_holds_the_rollout_until_it_ends_well() -> None:
 def test_where_no_pod_fits_nothing_can_be_tried() -> None:
     full = Pod("p", "u", 0, unschedulable="0/2 nodes are available: Too many pods")
     assert judge(WANTED, JobState("llama-image-x", "u", pod=full)) == image_check.ImageCheck()
+
+
+def test_where_the_api_server_admits_no_pod_it_is_said_and_a_quota_holds_nothing_up() -> None:
+    job = JobState("llama-image-x", "u", refused="pods are forbidden: violates PodSecurity")
+    found = judge(WANTED, job)
+    assert found.hold
+    assert found.problem is not None
+    assert found.problem.reason == "PodRefused"
+    job = JobState("llama-image-x", "u", refused="exceeded quota: small, requested: pods=1")
+    assert judge(WANTED, job) == image_check.ImageCheck()

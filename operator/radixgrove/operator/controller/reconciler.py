@@ -42,7 +42,7 @@ from radixgrove.service.redis_rules import RedisUnavailable
 
 logger = logging.getLogger(__name__)
 
-_STARTING_EVERY = 5.0  # seconds between questions to starting workers
+_STARTING_EVERY = 5.0  # seconds between looks at what starts: no watch tells how far it is
 _ELSEWHERE_EVERY = 60.0  # seconds between looks at what another installation looks after
 
 
@@ -222,6 +222,8 @@ class Reconciler:
             if due is not None:
                 delay = min(delay, due - time.time())
         if any(r.phase in (GroupPhase.STARTING, GroupPhase.PENDING) for r in plan.records):
+            delay = min(delay, _STARTING_EVERY)
+        if context.image_check.unseen:
             delay = min(delay, _STARTING_EVERY)
         return max(delay, 0.05)
 

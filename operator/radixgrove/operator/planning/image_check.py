@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from radixgrove.operator.planning.diagnosis import Problem, pod_problem
+from radixgrove.operator.planning.diagnosis import Problem, pod_problem, refusal
 from radixgrove.operator.planning.observed import Group, JobState
 
 
@@ -24,11 +24,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class ImageCheck:
-    """`hold`: no ready group is given up yet. `problem`: why not, if it is for good."""
+    """`hold`: no ready group is given up yet. `problem`: why not, if it is for good. `unseen`:
+    there is no pod, and only Events, which are not watched, would say why."""
 
     hold: bool = False
     problem: Problem | None = None
     message: str = ""
+    unseen: bool = False
 
 
 def candidate(
@@ -61,14 +63,17 @@ def judge(wanted: Candidate, job: JobState | None) -> ImageCheck:
     where = ", ".join(wanted.nodes)
     message = f"{wanted.image} is tried on {where} before the running groups go"
     if job is None:
-        return ImageCheck(hold=True, message=message)
+        return ImageCheck(hold=True, message=message, unseen=True)
     if job.failed:
         said = job.message.strip() or "it ended without a message"
         words = f"`radixgrove --version` of {wanted.image} failed on {where}: {said[-500:]}"
         return ImageCheck(hold=True, problem=Problem("ImageCheckFailed", words))
-    trouble = pod_problem(job.pod) if job.pod is not None else None
+    if job.pod is not None:
+        trouble = pod_problem(job.pod)
+    else:
+        trouble = refusal(job.refused) if job.refused else None
     if trouble is None:
-        return ImageCheck(hold=True, message=message)
-    if not trouble.stuck:  # no room even for so small a pod: it cannot be tried
+        return ImageCheck(hold=True, message=message, unseen=job.pod is None)
+    if not trouble.stuck:  # no room, or quota, even for so small a pod: it cannot be tried
         return ImageCheck()
     return ImageCheck(hold=True, problem=trouble)
