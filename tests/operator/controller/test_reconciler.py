@@ -231,7 +231,10 @@ def test_a_group_whose_pods_are_late_says_why_they_are_refused() -> None:
     operator.context()
     (group,) = operator.kube.of("StatefulSet")
     meta = group["metadata"]
-    refused = {"reason": "FailedCreate", "message": "capability IPC_LOCK is forbidden"}
+    words = "capability IPC_LOCK is forbidden"
+    refused = {
+        "reason": "FailedCreate", "message": words, "lastTimestamp": "2027-01-15T08:00:00Z",
+    }  # fmt: skip
     about = {"involvedObject": {"name": meta["name"], "uid": meta["uid"]}}
     where = {"namespace": KEY[0], "name": "refused"}
     operator.kube.add({"kind": "Event", "metadata": where, **about, **refused})
@@ -242,6 +245,14 @@ def test_a_group_whose_pods_are_late_says_why_they_are_refused() -> None:
     operator.context()
     assert operator.condition() == "False/PodRefused"
     assert "IPC_LOCK" in operator.message()
+    made = {
+        "reason": "SuccessfulCreate",
+        "message": "create Pod successful",
+        "lastTimestamp": "2027-01-15T08:00:01Z",
+    }
+    operator.kube.add({"kind": "Event", "metadata": where | {"name": "made"}, **about, **made})
+    operator.context()
+    assert "PodRefused" not in operator.condition(), "the pod was admitted since"
 
 
 def refuse_pods_of_job(operator: Operator, words: str) -> None:
@@ -273,6 +284,7 @@ def refuse_mount(operator: Operator, pod: dict[str, Any], words: str) -> None:
     pod["status"] = {"phase": "Pending"}
     about = {"involvedObject": {"name": pod["metadata"]["name"], "uid": pod["metadata"]["uid"]}}
     where = {"namespace": KEY[0], "name": "mount"}
+    about["lastTimestamp"] = "2027-01-15T08:00:00Z"
     operator.kube.add(
         {"kind": "Event", "metadata": where, **about, "reason": "FailedMount", "message": words}
     )
@@ -583,6 +595,37 @@ def test_a_volume_that_is_refused_gives_a_revision_up_only_if_that_lasts(
         operator.settle("n1")
         assert operator.condition("Degraded") == "False/AsExpected"
         assert operator.condition("Progressing") == "False/Settled"
+
+
+def test_a_volume_that_came_after_all_is_no_refusal_that_lasts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its Event stays for an hour, while the image is pulled, say."""
+    clock, operator = Clock(monkeypatch), Operator()
+    operator.restart(AT_ONCE)
+    operator.settle("n0")
+    operator.apply(startup={"timeout": "9m"})
+    for _ in range(3):
+        operator.context()
+    operator.kube.run_pods("n0")
+    pod = operator.pod("llama-0-a2-0")
+    refuse_mount(operator, pod, "failed to sync configmap cache: timed out")
+    operator.context()
+    assert operator.condition() == "False/VolumeNotMounted"
+    operator.kube.add(
+        {
+            "kind": "Event",
+            "metadata": {"namespace": KEY[0], "name": "pulls"},
+            "involvedObject": {"name": "llama-0-a2-0", "uid": pod["metadata"]["uid"]},
+            "reason": "Pulling",
+            "lastTimestamp": "2027-01-15T08:00:01Z",
+        }
+    )
+    for _ in range(2):
+        clock.now += 200
+        operator.context()
+        assert operator.condition() == "False/Starting"
+        assert operator.condition("Degraded") != "True/RolledBack"
 
 
 def test_a_group_that_routers_do_not_know_does_not_count_as_served(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from radixgrove.operator.api.objects import EVENT, EventObject
@@ -9,6 +10,7 @@ from radixgrove.operator.kube.client import Kube
 from radixgrove.operator.planning.observed import Pod
 
 _NOT_MOUNTED = ("FailedMount", "FailedAttachVolume")
+_MOUNTED = ("SuccessfulAttachVolume", "Pulling", "Pulled", "Created", "Started")
 _COMBINED = "(combined from similar events): "
 _LONGEST = 1024  # characters of a message
 
@@ -18,24 +20,35 @@ def not_admitted(kube: Kube, namespace: str, name: str, uid: str) -> str:
 
     Raises KubeError.
     """
-    fields = f"involvedObject.name={name},reason=FailedCreate"
-    events = kube.list(EVENT, namespace, fields=fields)
-    return _last([e for e in events if e.get("involvedObject", {}).get("uid") == uid])
+    events = _events(kube, namespace, name, uid)
+    return _last_refusal(events, ("FailedCreate",), ("SuccessfulCreate",))
 
 
 def with_mounts(kube: Kube, namespace: str, pod: Pod) -> Pod:
     """With why it has no volumes yet, where it has a node and that is said. Raises KubeError."""
     if not pod.creating:
         return pod
-    fields = f"involvedObject.name={pod.name},involvedObject.uid={pod.uid}"
-    events = kube.list(EVENT, namespace, fields=fields)
-    said = _last([e for e in events if e.get("reason") in _NOT_MOUNTED])
-    return replace(pod, not_mounted=said)
+    events = _events(kube, namespace, pod.name, pod.uid)
+    return replace(pod, not_mounted=_last_refusal(events, _NOT_MOUNTED, _MOUNTED))
 
 
-def _last(events: list[EventObject]) -> str:
-    said = str(max(events, key=_when).get("message", "")) if events else ""
-    return said.removeprefix(_COMBINED)[:_LONGEST]
+def _events(kube: Kube, namespace: str, name: str, uid: str) -> list[EventObject]:
+    fields = f"involvedObject.name={name},involvedObject.uid={uid}"
+    found = kube.list(EVENT, namespace, fields=fields)
+    return [event for event in found if event.get("involvedObject", {}).get("uid") == uid]
+
+
+def _last_refusal(
+    events: list[EventObject], refusals: Collection[str], successes: Collection[str]
+) -> str:
+    """What the last refusal says; empty once a success came after it, though its Event stays."""
+    told = [event for event in events if event.get("reason") in (*refusals, *successes)]
+    if not told:
+        return ""
+    last = max(told, key=lambda event: (_when(event), event.get("reason") in successes))
+    if last.get("reason") in successes:
+        return ""
+    return str(last.get("message", "")).removeprefix(_COMBINED)[:_LONGEST]
 
 
 def _when(event: EventObject) -> str:
