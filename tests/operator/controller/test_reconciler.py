@@ -347,7 +347,8 @@ def test_a_service_whose_objects_would_have_anothers_names_is_left_alone() -> No
 def kill_container(pod: dict[str, Any], words: str, reason: str = "Error") -> None:
     """It ended once before it was ready."""
     ended = {"terminated": {"exitCode": 1, "reason": reason, "message": words}}
-    status = {"name": "worker", "restartCount": 1, "state": {"running": {}}, "lastState": ended}
+    runs = {"running": {"startedAt": STARTED}}
+    status = {"name": "worker", "restartCount": 1, "state": runs, "lastState": ended}
     pod["status"] = {"phase": "Running", "containerStatuses": [status]}
 
 
@@ -458,7 +459,10 @@ def test_a_revision_that_does_not_start_gives_way_to_the_last_good_one() -> None
     assert operator.resource["status"]["rolledBack"] == ""
 
 
-def test_a_machine_that_restarts_while_a_revision_starts_gives_nothing_up() -> None:
+@pytest.mark.parametrize("passing", ["Unknown", "StartError"])
+def test_a_container_that_ended_with_its_machine_or_never_began_gives_nothing_up(
+    passing: str,
+) -> None:
     operator = Operator()
     operator.restart(AT_ONCE)
     operator.settle("n0")
@@ -466,9 +470,10 @@ def test_a_machine_that_restarts_while_a_revision_starts_gives_nothing_up() -> N
     for _ in range(3):
         operator.context()
     operator.kube.run_pods("n0")
-    kill_container(operator.pod("llama-0-a2-0"), "", reason="Unknown")
-    operator.context()
-    assert operator.condition("Degraded") == "True/Starting"
+    kill_container(operator.pod("llama-0-a2-0"), "", reason=passing)
+    for _ in range(2):
+        operator.context()
+        assert operator.condition("Degraded") == "True/Starting"
     kill_container(operator.pod("llama-0-a2-0"), "no such directory")
     operator.context()
     assert operator.condition("Degraded") == "True/RolledBack"

@@ -143,6 +143,23 @@ def test_a_rank_that_ended_for_the_want_of_another_one_has_not_failed(
     assert found.ended, "all had come"
 
 
+def test_a_container_that_the_runtime_did_not_start_at_once_has_not_failed() -> None:
+    """As on a new machine, of which the GPU driver is yet to load."""
+    refused = pod(0, restarts=1, never_began=True, exited="driver not loaded", ready=False)
+    alone = group(replace(refused, running=False), pod(1, ready=False))
+    record = remember(alone, GroupStatus(index=0), RECOVERY, NOW)
+    assert fault(alone, record) is None
+    assert record.hindered_since == times.to_text(NOW)
+    begun = group(replace(refused, started_at=NOW), pod(1, ready=False))
+    assert fault(begun, record) is None
+    runs = remember(begun, record, RECOVERY, NOW)
+    assert (runs.all_ran, runs.hindered_since) == (True, None)
+    assert not failing(runs, begun)
+    again = fault(group(pod(0, restarts=2, exited="NCCL error"), pod(1)), runs)
+    assert again is not None
+    assert again.ended
+
+
 def test_a_slow_image_pull_is_no_failure_of_its_peers() -> None:
     pulling = group(pod(0, restarts=3, ready=False), pod(1, running=False, ready=False))
     record = remember(pulling, GroupStatus(index=0), RECOVERY, NOW)

@@ -15,7 +15,8 @@ _IMAGE = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNever
 _TO_END = 300.0  # seconds that a kubelet takes at most, from the last probe to the end of a drain
 _CONFIG = {"CreateContainerConfigError", "CreateContainerError", "RunContainerError"}
 # Seconds in which a refusal may pass, since Kubernetes tries again by itself: of a volume that
-# another pod leaves, by a registry or a webhook that is away, for a Secret new to the node.
+# another pod leaves, by a registry or a webhook that is away, for a Secret new to the node, by a
+# runtime whose GPU driver is yet to load.
 RETRIED = 120.0
 
 
@@ -66,6 +67,8 @@ def pod_problem(pod: Pod, startup: float = 0.0) -> Problem | None:
         return _retried("ImagePull", f"{pod.name}: {message or reason}")
     if reason in _CONFIG:
         return _retried("ContainerConfig", f"{pod.name}: {message or reason}")
+    if pod.never_began and pod.started_at is not None:
+        return None  # it has begun since
     restarted = pod.restarts and not (pod.ready or pod.cut_off)
     if reason == "CrashLoopBackOff" or restarted:
         last = _last_line(pod.exited or message or "its container ended without a message")
@@ -77,7 +80,7 @@ def pod_problem(pod: Pod, startup: float = 0.0) -> Problem | None:
                 f"raise startup.timeout ({allowed}); its last message: {last}",
             )
         if pod.never_began:
-            return Problem("ContainerConfig", f"{pod.name}: {last}")
+            return _retried("ContainerConfig", f"{pod.name}: {last}")
         if pod.out_of_memory:
             return Problem("OutOfMemory", f"{pod.name}: {last}")
         reason = "ModelUnusable" if pod.exit_code == exit_codes.MODEL else "EngineFailed"

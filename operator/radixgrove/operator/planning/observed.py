@@ -40,7 +40,7 @@ class Pod:
     verdict: str = ""  # the kubelet's, of a pod that it evicted or refused as a whole
     exited: str = ""  # message of the container's previous run
     exit_code: int = 0  # of that run
-    never_began: bool = False  # it has no program, say
+    never_began: bool = False  # the runtime did not start it: it has no program, say
     out_of_memory: bool = False  # it ended with a process killed for want of memory
     cut_off: bool = False  # it ended with its machine: the kubelet found it gone, and no exit code
     not_mounted: str = ""  # why its containers have no volumes yet
@@ -170,6 +170,7 @@ def pod_of(pod: PodObject) -> Pod:
     scheduled, ready = conditions.get("PodScheduled"), conditions.get("Ready")
     ended = last.get("terminated") or state.get("terminated") or Terminated()
     restarts = worker.get("restartCount", 0)
+    never_began = ended.get("reason") in ("StartError", "ContainerCannotRun")
     unplaced = scheduled if scheduled and scheduled["status"] == "False" else None
     return Pod(
         name=meta["name"],
@@ -178,7 +179,7 @@ def pod_of(pod: PodObject) -> Pod:
         node=pod.get("spec", {}).get("nodeName", ""),
         phase=status.get("phase", "Pending"),
         ready=ready is not None and ready["status"] == "True",
-        running="running" in state or restarts > 0,
+        running="running" in state or (restarts > 0 and not never_began),
         restarts=restarts,
         deleted_at=times.from_text(meta.get("deletionTimestamp")),
         unschedulable=unplaced.get("message", "") if unplaced else "",
@@ -188,7 +189,7 @@ def pod_of(pod: PodObject) -> Pod:
         verdict=status.get("message", "") or status.get("reason", ""),
         exited=_readable(ended.get("message", "")) or ended.get("reason", ""),
         exit_code=ended.get("exitCode", 0),
-        never_began=ended.get("reason") in ("StartError", "ContainerCannotRun"),
+        never_began=never_began,
         out_of_memory=ended.get("reason") == "OOMKilled",
         cut_off=ended.get("reason") in ("Unknown", "ContainerStatusUnknown"),
         ran=_length(ended),

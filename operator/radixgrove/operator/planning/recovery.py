@@ -122,6 +122,8 @@ def _taken(group: Group, record: GroupStatus) -> Fault | None:
 
 def _ended(group: Group, record: GroupStatus) -> Fault | None:
     for pod in group.pods:
+        if pod.never_began and not record.all_ran:
+            continue  # no program of it has ended yet
         if _restarted(pod, record):
             words = pod.exited or "its container left no message"
             # Restarts of before all ranks ran show only now.
