@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -125,6 +127,35 @@ def test_it_moves_no_service_of_another_installation() -> None:
     wanted = {name: kube.the(names.KIND, name)["spec"]["replicas"] for name in ("new", "ours")}
     assert wanted == {"new": 2, "ours": 2}, "moved into its bounds"
     assert kube.the(names.KIND, "theirs")["spec"]["replicas"] == 5
+
+
+def test_a_step_down_that_was_refused_is_taken_in_the_next_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kube, store = MemoryKube(), Store()
+    clock = SimpleNamespace(now=1_800_000_000.0)
+    fake = SimpleNamespace(time=lambda: clock.now, monotonic=lambda: clock.now)
+    monkeypatch.setattr("radixgrove.operator.controller.autoscaler.time", fake)
+    resource = {
+        "kind": names.KIND,
+        "metadata": {"namespace": "a", "name": "idle", "uid": "u"},
+        "spec": {
+            "model": {"source": "hf://org/model"},
+            "replicas": 2,
+            "autoscaling": {"min": 1, "max": 2, "cooldown": "10m"},
+        },
+    }
+    store.service_seen(kube.add(resource))
+    idle = SimpleNamespace(load=lambda *_: Load(2, 0, 0, 0, 0.0))
+    scaler = Autoscaler(kube, store, cast(RedisStore, idle), lambda key: [], "", every=0.0)
+    scaler.run(Once())
+    clock.now += 601
+    kube.refused = {f"patch {names.KIND}"}
+    scaler.run(Once())
+    kube.refused = set()
+    clock.now += 1
+    scaler.run(Once())
+    assert kube.the(names.KIND, "idle")["spec"]["replicas"] == 1
 
 
 def test_an_unknown_load_moves_nothing() -> None:

@@ -71,15 +71,17 @@ class Autoscaler:
         current = other_service.spec.replicas
         before = self._last.get(other_service.key, AutoscalingStatus())
         after = decide(scaling, current, self._load(other_service), before, time.time())
+        if after.desired is not None and after.desired != current:
+            self._scale(other_service, after.desired, after.message)
+        # Not before: a step down that was refused need not wait for another calm.
         self._last[other_service.key] = after
-        if after.desired is None or after.desired == current:
-            return
+
+    def _scale(self, other_service: OtherService, desired: int, because: str) -> None:
+        """Raises KubeError, NotLeading."""
         namespace, name = other_service.key
-        logger.info(
-            "scaling %s/%s from %d to %d: %s", namespace, name, current, after.desired,
-            after.message,
-        )  # fmt: skip
-        body = {"spec": {"replicas": after.desired}}
+        current = other_service.spec.replicas
+        logger.info("scaling %s/%s from %d to %d: %s", namespace, name, current, desired, because)
+        body = {"spec": {"replicas": desired}}
         self._kube.patch(names.KIND, namespace, name, body, sub="scale")
 
     def _load(self, other_service: OtherService) -> Load | None:
