@@ -120,6 +120,21 @@ def test_a_wrong_token_is_refused_without_a_word(
     meeting.complete(1, 2)
 
 
+def test_a_host_that_ended_in_the_middle_of_the_meeting_is_met_when_it_is_back() -> None:
+    """As a container that is started again."""
+    point, layout = MeetingPoint(host="127.0.0.1", port=find_free_port()), Layout(pp=2, nodes=2)
+    party = Party.of_member(layout)
+    with ThreadPoolExecutor() as pool:
+        with point.listen() as first:
+            joining = pool.submit(join, point, IDENTITY, 1, 30.0, party)
+            sock, _ = first.accept()
+            sock.sendall(secrets.token_bytes(32))
+            sock.close()
+        channels = Gathering(point, IDENTITY, party).wait(30.0)
+        channels[1].send(b"welcome", 5.0)
+        assert joining.result(30.0).receive() == b"welcome"
+
+
 @pytest.mark.parametrize("rank", [0, 3, -1])
 def test_a_rank_that_the_group_does_not_have_is_refused(meeting: Meeting, rank: int) -> None:
     with pytest.raises(JoinRefused, match="the group has ranks 0 to 2"):

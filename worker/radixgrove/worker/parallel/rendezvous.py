@@ -44,6 +44,7 @@ FIRST_WORD_SECONDS = 900.0
 _HANDSHAKE_SECONDS = 5.0
 _AT_ONCE = 64  # handshakes; a rank that finds no room tries again
 _RETRY_SECONDS = 0.1
+_TRIES = 3  # at a host that hangs up without a word: it may have ended, to begin anew, or be slow
 _ACCEPT_AGAIN_SECONDS = 1.0
 _NAME_AGAIN_SECONDS = 1.0
 _NAME_SECONDS = 60.0  # for name servers to know a machine that has just started
@@ -321,24 +322,30 @@ def join(
         RankMissing: the host was not there in time.
         JoinRefused: it is not this group's, or does not take this one.
     """
-    sock, nonce = _reach(point, seconds, party)
+    deadline, tries = time.monotonic() + seconds, 0
     name = f"{party.noun} {number}"
-    try:
-        return _introduce(sock, nonce, identity, number, name)
-    except (OSError, ChannelError, msgspec.DecodeError) as error:
-        sock.close()
-        raise JoinRefused(
-            f"{name} was not let in at {point}, where another group may be, or {party.host} has "
-            f"another key: {error}"
-        ) from error
-    except JoinRefused:
-        sock.close()
-        raise
+    while True:
+        sock, nonce = _reach(point, seconds, deadline, party)
+        try:
+            return _introduce(sock, nonce, identity, number, name)
+        except (OSError, ChannelError, msgspec.DecodeError) as error:
+            sock.close()
+            tries += 1
+            if tries == _TRIES:
+                raise JoinRefused(
+                    f"{name} was not let in at {point}, where another group may be, or "
+                    f"{party.host} has another key: {error}"
+                ) from error
+        except JoinRefused:
+            sock.close()
+            raise
+        time.sleep(_RETRY_SECONDS)
 
 
-def _reach(point: MeetingPoint, seconds: float, party: Party) -> tuple[socket.socket, bytes]:
-    """A connection to the host, and its nonce."""
-    deadline = time.monotonic() + seconds
+def _reach(
+    point: MeetingPoint, seconds: float, deadline: float, party: Party
+) -> tuple[socket.socket, bytes]:
+    """A connection to the host, and its nonce; by `deadline`, which was `seconds` away."""
     while True:
         with contextlib.ExitStack() as on_failure:
             try:
