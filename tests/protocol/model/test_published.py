@@ -136,9 +136,10 @@ def test_published_configuration(entry: dict[str, Any], tmp_path: Path) -> None:
     if windowed := ours.attention.windowed:
         assert ours.attention.window_of(min(windowed)) == theirs.sliding_window
     theirs.head_dim = ours.attention.head_dim
-    if ours.attention.windowed_rope is not None:
+    if ours.attention.local_rope is not None:
         own = theirs.rope_parameters["sliding_attention"]
-        assert ours.attention.windowed_rope.theta == own["rope_theta"]
+        assert ours.attention.local_rope.theta == own["rope_theta"]
+        assert ours.attention.local == reference_windowed(theirs)
         theirs.rope_parameters = theirs.rope_parameters["full_attention"]
     frequencies, magnitude = frequencies_of(ours)
     expected, expected_magnitude = reference_frequencies(theirs)

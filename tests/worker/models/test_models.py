@@ -136,6 +136,11 @@ def test_a_window_that_all_of_a_text_is_within_is_none() -> None:
         assert config.attention.window_of(0) == (100 if windowed else 0)
 
 
+def test_layers_rotate_as_their_kind_does_where_the_window_hides_nothing(tmp_path: Path) -> None:
+    """Of Gemma, whose layers with a window have a rotary embedding of their own."""
+    assert_same_texts(tmp_path, tiny.save("gemma3", tmp_path, sliding_window=256))
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [

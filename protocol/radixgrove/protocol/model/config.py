@@ -80,7 +80,8 @@ class Attention:
     unrotated: frozenset[int] = frozenset()  # layers without a rotary embedding
     window: int = 0  # tokens that windowed layers attend to, the query's own included
     windowed: frozenset[int] = frozenset()  # layers
-    windowed_rope: RopeConfig | None = None  # of those; None: as of the others
+    local: frozenset[int] = frozenset()  # layers that rotate by `local_rope`
+    local_rope: RopeConfig | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: QkNorm = QkNorm.NONE
@@ -105,7 +106,7 @@ class Attention:
         """None: the layer does not rotate."""
         if layer in self.unrotated:
             return None
-        return (layer in self.windowed and self.windowed_rope) or self.rope
+        return (layer in self.local and self.local_rope) or self.rope
 
 
 class Activation(StrEnum):

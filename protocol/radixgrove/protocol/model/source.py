@@ -109,7 +109,7 @@ class Source:
         unrotated: frozenset[int] = frozenset(),
         window: int | None = None,
         windowed: Iterable[int] | None = None,
-        windowed_rope: RopeConfig | None = None,
+        local_rope: RopeConfig | None = None,
         qkv_bias: bool = False,
         output_bias: bool = False,
         qk_norm: QkNorm = QkNorm.NONE,
@@ -125,6 +125,8 @@ class Source:
             rope: None: as the config says.
             window: None: there is none.
             windowed: layers that have it; None: all.
+            local_rope: of those layers, also where the window is as long as a text; None: as of
+                the others.
         """
         heads = self.size("num_attention_heads")
         if heads > MAX_HEADS:
@@ -146,8 +148,8 @@ class Source:
             )
         if window is not None and window >= scaled_length(rope, self.longest):
             window = None  # all of a text is within it
-        layers = range(self.num_layers) if windowed is None else windowed
-        within = frozenset(layers) if window else frozenset()
+        local = frozenset(range(self.num_layers) if windowed is None else windowed)
+        within = local if window else frozenset()
         return Attention(
             heads=heads,
             kv_heads=kv_heads,
@@ -157,7 +159,8 @@ class Source:
             unrotated=unrotated,
             window=window if window and within else 0,
             windowed=within,
-            windowed_rope=windowed_rope if within else None,
+            local=local if local_rope else frozenset(),
+            local_rope=local_rope,
             qkv_bias=qkv_bias,
             output_bias=output_bias,
             qk_norm=qk_norm,

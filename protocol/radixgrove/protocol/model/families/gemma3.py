@@ -35,7 +35,7 @@ def _read(source: Source) -> ModelConfig:
             rope=read_rope(of_all, source.longest, _THETA),
             window=source.window(4096),
             windowed=source.windowed_layers(_windowed(source)),
-            windowed_rope=read_rope(of_windowed, source.longest, _WINDOWED_THETA),
+            local_rope=read_rope(of_windowed, source.longest, _WINDOWED_THETA),
             qkv_bias=bias,
             output_bias=bias,
             qk_norm=QkNorm.HEAD,
