@@ -89,6 +89,12 @@ class Weight:
         return self.scales is not None or self.activations != Activations.KEPT
 
     @property
+    def scales_with_inputs(self) -> bool:
+        """Whether a factor on all inputs of a token is one on its outputs: not where the inputs are
+        rounded by a scale, or up to a bound, that does not follow them."""
+        return self.activations != Activations.STATIC and self.activation_bound is None
+
+    @property
     def nbytes(self) -> int:
         others = (x.nbytes for x in (self.scales, self.input_scale) if x is not None)
         return self.payload.nbytes + sum(others)

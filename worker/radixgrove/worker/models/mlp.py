@@ -214,8 +214,14 @@ class Mixture:
             return []
         shared = [layer._shared for layer in layers if layer._shared is not None]
         router = Projection([layer._gate for layer in layers], wide=True, normed=False)
-        # Every rank adds its part to what its experts come to.
-        return [router, *FeedForward.projections(shared, residual=True)]
+        # Every rank adds its part to what its experts come to, the product itself where it can.
+        adding = [layer for layer in shared if layer.down.weight.scales_with_inputs]
+        others = [layer for layer in shared if not layer.down.weight.scales_with_inputs]
+        return [
+            router,
+            *FeedForward.projections(adding, residual=True),
+            *FeedForward.projections(others, residual=False),
+        ]
 
     def __call__(self, stream: ResidualStream, context: StepContext, norm: Norm | None) -> None:
         """Add it, of the stream's norm, to the stream."""
@@ -235,6 +241,7 @@ class Mixture:
     ) -> Tensor:
         share = context.ops.wide_linear(x, self._shared_gate).sigmoid_()
         h = shared.gate_up(x, context, silu=True)
-        # A factor on every input of a product is one on its output.
-        h = h.mul_(share.to(h.dtype))
-        return shared.down.partial(h, context, residual=y)
+        share = share.to(h.dtype)
+        if shared.down.weight.scales_with_inputs:  # which have fewer numbers for each token
+            return shared.down.partial(h.mul_(share), context, residual=y)
+        return y.addcmul_(shared.down.partial(h, context), share)
