@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from radixgrove.protocol.model.config import ModelConfig, ModelError
 from radixgrove.protocol.model.fit import Intended, check_fit
@@ -66,6 +67,21 @@ class TestFp8:
             "model.layers.0.mlp.gate_proj": False,
             "model.layers.0.mlp.gate": True,
         }
+        assert {name: found.scheme_of(name) is None for name in left} == left
+
+    def test_every_kind_of_entry_leaves_alone_what_transformers_does(self) -> None:
+        """Of which long lists of names, as mixtures have them, are looked up."""
+        entries = ["lm_head", "model.layers.2.", "mlp.gate", r"model\.layers\.[45]\.mlp"]
+        entries += ["model.layers.*.experts.3", "(model).layers.6", "up_proj|.*7.mlp.down"]
+        entries += [f"model.layers.{layer}.mlp.gate_proj" for layer in range(8, 60)]
+        found = parse_quantization({"quant_method": "fp8", "modules_to_not_convert": entries})
+        assert found.skipped is not None
+        assert len(found.skipped.patterns) == 4
+        modules = ("self_attn.q_proj", "mlp.gate", "mlp.gate_proj", "mlp.experts.3.up_proj")
+        modules += ("mlp.experts.33.down_proj", "mlp.down_proj", "mlp.up_proj")
+        names = [f"model.layers.{layer}.{name}" for layer in range(12) for name in modules]
+        left = {name: not should_convert_module(name, entries) for name in ["lm_head", *names]}
+        assert 0 < sum(left.values()) < len(left)
         assert {name: found.scheme_of(name) is None for name in left} == left
 
 

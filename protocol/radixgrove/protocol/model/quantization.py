@@ -8,7 +8,7 @@ be is named.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NoReturn
@@ -22,6 +22,7 @@ _FIELD = "quantization_config"
 _E4M3 = ("e4m3", "float8_e4m3fn")
 _MAX_BLOCK = 1 << 16
 _DIGITS = re.compile(r"[0-9]{1,9}")
+_NAME = re.compile(r"[\w.-]+")  # of a module
 _LEAST_COLUMNS = 16  # of a block: a step of a product on tensor cores
 _ACTIVATION_BOUND = 1200.0  # `activation_scale_ub` of fbgemm_fp8 where it is absent
 _COMPRESSED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "dense")
@@ -96,14 +97,42 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A module of transformers' lists: its name, what that ends with, or a pattern of the names of
-    modules that it is part of."""
+    """The modules of a list of transformers': by name, by what that ends with, or by a pattern of
+    the names of modules that it is part of.
 
-    text: str
+    A mixture has tens of thousands of projections, and its list an entry or more for each layer:
+    names are looked up, in which a dot stands for itself.
+    """
+
+    ends: tuple[str, ...]
+    names: frozenset[str]
+    patterns: tuple[re.Pattern[str], ...]
+
+    @classmethod
+    def of(cls, texts: Iterable[str]) -> Skipped:
+        """
+        Args:
+            texts: patterns that can be compiled.
+        """
+        ends = tuple(texts)
+        names = frozenset(filter(_NAME.fullmatch, ends))
+        patterns = (rf"(?:{text})(?:(?<=\.)|(?=\.|$))" for text in ends if text not in names)
+        return cls(ends, names, tuple(map(re.compile, patterns)))
 
     def matches(self, name: str) -> bool:
-        above = rf"(?:{self.text})(?:(?<=\.)|(?=\.|$))"
-        return re.match(above, name) is not None or name.endswith(self.text)
+        return (
+            name.endswith(self.ends)
+            or not self.names.isdisjoint(_modules_of(name))
+            or any(pattern.match(name) for pattern in self.patterns)
+        )
+
+
+def _modules_of(name: str) -> Iterator[str]:
+    """The module itself and those that it is part of, with and without a dot behind."""
+    yield name
+    for dot in re.finditer(r"\.", name):
+        yield name[: dot.start()]
+        yield name[: dot.end()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +141,8 @@ class Quantization:
 
     method: str
     groups: tuple[tuple[Scheme, tuple[Target, ...]], ...]
-    ignore: tuple[Target | Skipped, ...] = ()
+    ignore: tuple[Target, ...] = ()
+    skipped: Skipped | None = None
     warns: bool = False  # of an `ignore` that matches nothing
     while_loading: bool = False  # the checkpoint is not quantized
     kv_scales: bool = False  # it has scales of KV in float8, one a layer for keys and for values
@@ -123,6 +153,8 @@ class Quantization:
         A target that names it has precedence over one for a class of layers.
         """
         if any(entry.matches(name) for entry in self.ignore):
+            return None
+        if self.skipped is not None and self.skipped.matches(name):
             return None
         found = [
             (target.is_class, index)
@@ -226,8 +258,8 @@ def _of_transformers(method: str, given: Mapping[str, Any], scheme: Scheme) -> Q
     """The head is never quantized there. Its lists name norms and the like too."""
     key = "modules_to_not_convert" if "modules_to_not_convert" in given else "ignored_layers"
     names = [*_texts(key, given.get(key, [])), "lm_head"]
-    ignore = tuple(Skipped(_pattern(key, name)) for name in names)
-    return Quantization(method=method, groups=((scheme, ALL),), ignore=ignore)
+    skipped = Skipped.of(_pattern(key, name) for name in names)
+    return Quantization(method=method, groups=((scheme, ALL),), skipped=skipped)
 
 
 def _mxfp4(given: Mapping[str, Any]) -> Quantization:
@@ -239,9 +271,9 @@ def _mxfp4(given: Mapping[str, Any]) -> Quantization:
         block=(1, MXFP4_BLOCK),
     )
     key = "modules_to_not_convert"
-    ignore = tuple(Skipped(_pattern(key, name)) for name in _texts(key, given.get(key, [])))
+    skipped = Skipped.of(_pattern(key, name) for name in _texts(key, given.get(key, [])))
     experts = (Target(r"re:.*\.experts\."),)
-    return Quantization(method=MXFP4, groups=((scheme, experts),), ignore=ignore)
+    return Quantization(method=MXFP4, groups=((scheme, experts),), skipped=skipped)
 
 
 def _compressed_tensors(given: Mapping[str, Any]) -> Quantization:
