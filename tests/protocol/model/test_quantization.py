@@ -3,6 +3,7 @@ refused, by field."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from radixgrove.protocol.model.config import ModelConfig, ModelError
 from radixgrove.protocol.model.fit import Intended, check_fit
 from radixgrove.protocol.model.parse import parse_config
+from radixgrove.protocol.model.projections import unused_ignores
 from radixgrove.protocol.model.quantization import (
     Activations,
     Numbers,
@@ -316,6 +318,113 @@ def test_blocks_of_experts_are_not_cut_either() -> None:
     shared = BLOCKS | {"weight_block_size": [64, 1024]}
     with pytest.raises(ModelError, match=r"tp 8 would cut .*; none works with ep 8$"):
         check_fit(mixture(shared), Intended(tp=8, ep=8))
+
+
+def test_blocks_of_what_is_left_alone_are_not_cut() -> None:
+    """So that a `tp` that divides 4 KV heads of 64 numbers is served beside blocks of 128."""
+    sizes = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "vocab_size": 1000,
+    }
+    with pytest.raises(ModelError, match=r"tp 4 would cut blocks of 128x128 .* works is 2$"):
+        check_fit(parse_config(sizes | {"quantization_config": BLOCKS}), Intended(tp=4))
+    kept = BLOCKS | {"modules_to_not_convert": [f"model.layers.{i}.self_attn" for i in range(2)]}
+    check_fit(parse_config(sizes | {"quantization_config": kept}), Intended(tp=4))
+
+
+def compressed_config(*groups: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "ignore": ["lm_head"],
+        "config_groups": {str(index): one for index, one in enumerate(groups)},
+        **changes,
+    }
+
+
+PHI3 = {
+    "architectures": ["Phi3ForCausalLM"],
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "vocab_size": 1000,
+}
+
+
+@pytest.mark.parametrize(
+    ("read", "complaint"),
+    [
+        (
+            lambda: mixture(compressed_config(group(weights=INT8, input_activations=None))),
+            r"layers\.0\.mlp\.experts\.0\.gate_proj: experts in int8 are not supported, only in",
+        ),
+        (
+            lambda: mixture(compressed_config(group(), ignore=["lm_head", "re:.*experts.7.down"])),
+            r"0\.gate_proj is quantized .* and .*experts\.7\.down_proj is not quantized: they are",
+        ),
+        (
+            lambda: model(compressed_config(group(), ignore=["lm_head", "re:.*k_proj"])),
+            r"0\.self_attn\.q_proj is quantized .* and .*k_proj is not quantized: .* alike",
+        ),
+        (
+            lambda: model(compressed_config(group(), ignore=[])),
+            r"lm_head is quantized .* with the head among the ignored layers",
+        ),
+        (
+            lambda: model(compressed_config(group(targets=["Linear", "re:.*expert"]))),
+            r"targets re:\.\*expert match no projection of the model, such as model\.layers\.0\.",
+        ),
+        (
+            lambda: parse_config(PHI3 | {"intermediate_size": 1088, "quantization_config": BLOCKS}),
+            r"0\.mlp\.gate_up_proj: blocks of 128 rows .* have rows of two of its projections",
+        ),
+        (
+            lambda: parse_config(
+                {
+                    "architectures": ["GptOssForCausalLM"],
+                    "hidden_size": 64,
+                    "intermediate_size": 48,
+                    "num_hidden_layers": 1,
+                    "num_attention_heads": 8,
+                    "vocab_size": 1000,
+                    "quantization_config": {"quant_method": "mxfp4"},
+                }
+            ),
+            r"experts\.0\.down_proj: 48 columns are no multiple of the 32 that share a scale in",
+        ),
+    ],
+)
+def test_what_projections_cannot_be_is_known_before_anything_is_fetched(
+    read: Callable[[], ModelConfig], complaint: str
+) -> None:
+    with pytest.raises(ModelError, match=complaint):
+        read()
+
+
+def test_a_target_may_be_one_experts_own() -> None:
+    """Which another rank holds, perhaps."""
+    names = [
+        f"model.layers.{layer}.mlp.experts.{i}.{kind}_proj"
+        for layer in range(4)
+        for i in range(64)
+        for kind in ("gate", "up", "down")
+    ]
+    found = mixture(compressed_config(group(targets=names))).quantization
+    assert found is not None
+    assert found.scheme_of(names[-1]) is not None
+    with pytest.raises(ModelError, match=r"targets model\.layers\.4\.x match no projection"):
+        mixture(compressed_config(group(targets=[*names, "model.layers.4.x"])))
+
+
+def test_an_ignored_router_is_known() -> None:
+    left = ["model.layers.1.mlp.gate", "re:.*shared_expert_gate"]
+    found = mixture(compressed_config(group(), ignore=["lm_head", *left, "re:.*vision"]))
+    assert unused_ignores(found) == ["re:.*vision"]
 
 
 def test_a_quantized_model_takes_half_the_memory() -> None:

@@ -26,8 +26,8 @@ KINDS = quantized.kinds(BLOCK)
 EVERY = pytest.mark.parametrize("name", list(KINDS))
 
 
-def format_of(kind: quantized.Kind, *names: str) -> Format:
-    return choose_formats(parse_quantization(kind.config)).of(names or ["a"])
+def format_of(kind: quantized.Kind) -> Format:
+    return choose_formats(parse_quantization(kind.config)).of("a")
 
 
 def piece(prefix: str, shape: tuple[int, int], rows: slice, columns: slice) -> Piece:
@@ -84,7 +84,7 @@ def test_fused_projections_keep_their_own_scales(
     for index, height in enumerate(heights):
         tensors |= kind.write(f"p{index}", torch.randn(height, 256) * 10.0**index)
     pieces = [whole(f"p{index}", (height, 256)) for index, height in enumerate(heights)]
-    weight = read(tmp_path, format_of(kind, "p0", "p1", "p2"), pieces, tensors)
+    weight = read(tmp_path, format_of(kind), pieces, tensors)
     expected = torch.cat([kind.stands_for(f"p{i}", tensors) for i in range(len(heights))])
     assert torch.equal(TorchOps().prepare(weight).payload, expected)
 
@@ -221,19 +221,6 @@ class TestRefused:
         asked = "I8" if KINDS[name].integers else "F8_E4M3"
         assert "a.weight is of type F32" in said
         assert f"asks for one of {asked}; name a projection that is not quantized among" in said
-
-    def test_experts_in_int8(self) -> None:
-        layout = format_of(KINDS["int8, channel"])
-        with pytest.raises(
-            ValueError, match="a: experts in int8 are not supported, only in float8"
-        ):
-            layout.allocate([whole("a", (8, 8))], torch.float32, CPU, (3,))
-
-    def test_projections_computed_as_one_and_quantized_differently(self) -> None:
-        kind = KINDS["compressed, channel"]
-        formats = choose_formats(parse_quantization(kind.config | {"ignore": ["re:.*k_proj"]}))
-        with pytest.raises(ValueError, match=r"q_proj is quantized .* and k_proj is not quantized"):
-            formats.of(["q_proj", "k_proj"])
 
     def test_a_part_that_cuts_a_block(self) -> None:
         layout = format_of(KINDS["fp8, blocks"])

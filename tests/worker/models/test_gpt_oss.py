@@ -146,16 +146,9 @@ def test_dummy_weights_stand_for_the_usual_numbers() -> None:
     assert set((weight.payload.abs() * 64).unique().tolist()) == set(mxfp4._NUMBERS.tolist())
 
 
-@pytest.mark.parametrize(
-    ("piece", "said"),
-    [
-        (Piece("a", (8, 48), slice(0, 8), slice(0, 48)), "48 columns are no multiple of the 32"),
-        (Piece("a", (8, 96), slice(0, 8), slice(0, 48)), "a rank's part of 96 would cut blocks"),
-    ],
-    ids=["odd", "cut"],
-)
-def test_columns_that_do_not_divide(piece: Piece, said: str) -> None:
-    with pytest.raises(ModelError, match=f"a: {said}"):
+def test_a_part_that_cuts_a_block() -> None:
+    piece = Piece("a", (8, 96), slice(0, 8), slice(0, 48))
+    with pytest.raises(ModelError, match="a: a rank's part of 96 would cut blocks of 32"):
         Mxfp4().allocate([piece], torch.float32, CPU)
 
 

@@ -24,6 +24,7 @@ from radixgrove.protocol.model.families.qwen3_moe import QWEN3_MOE
 from radixgrove.protocol.model.families.smollm3 import SMOLLM3
 from radixgrove.protocol.model.families.stablelm import STABLELM
 from radixgrove.protocol.model.families.starcoder2 import STARCODER2
+from radixgrove.protocol.model.projections import check_quantization
 from radixgrove.protocol.model.source import Source
 
 _FAMILIES = (
@@ -55,10 +56,13 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     `rope_parameters` + `dtype` (5.x).
 
     Raises:
-        ModelError: unsupported architecture, activation or rope, or a missing or senseless size.
+        ModelError: unsupported architecture, activation, rope or quantization, or a missing or
+            senseless size.
     """
     family = _family(raw)
-    return family.read(Source(raw, family.longest))
+    config = family.read(Source(raw, family.longest))
+    check_quantization(config)
+    return config
 
 
 def _family(raw: Mapping[str, Any]) -> Family:

@@ -169,18 +169,20 @@ class Quantization:
 
     def unused_ignores(self, names: Iterable[str]) -> list[str]:
         """Entries of `ignore` that match none of a model's projections."""
-        known = list(names)
-        return [
-            entry.text for entry in self.ignore if not any(entry.matches(name) for name in known)
-        ]
+        return _unused(self.ignore, names)
 
     def unused_targets(self, names: Iterable[str]) -> list[str]:
         """Targets that match none of a model's projections."""
-        known = list(names)
-        targets = [target for _, targets in self.groups for target in targets]
-        return [
-            target.text for target in targets if not any(target.matches(name) for name in known)
-        ]
+        return _unused([target for _, targets in self.groups for target in targets], names)
+
+
+def _unused(targets: Iterable[Target], names: Iterable[str]) -> list[str]:
+    known = frozenset(names)
+    return [
+        target.text
+        for target in targets
+        if target.text not in known and not any(map(target.matches, known))
+    ]
 
 
 ALL = (Target("Linear"),)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from radixgrove.protocol.model.config import ModelConfig, ModelError
-from radixgrove.protocol.model.quantization import MXFP4
+from radixgrove.protocol.model.projections import projections_of
 
 
 def check_divides(config: ModelConfig, tp: int, ep: int = 1) -> None:
@@ -73,48 +74,44 @@ def _check_experts_divide(config: ModelConfig, tp: int, ep: int) -> None:
 
 def _check_blocks(config: ModelConfig, tp: int, ep: int, possible: Sequence[int]) -> None:
     """Refuse a `tp` with which ranks would hold a part of what shares a scale."""
-    schemes = config.quantization.schemes() if config.quantization else ()
-    for block in (scheme.block for scheme in schemes if scheme.block is not None):
-        if not _keeps_blocks(config, tp, ep, block):
-            largest = max((n for n in possible if _keeps_blocks(config, n, ep, block)), default=0)
-            works = (
-                f"the largest that works is {largest}" if largest else f"none works with ep {ep}"
-            )
-            raise ModelError(
-                f"tp {tp} would cut blocks of {block[0]}x{block[1]} of the quantized weights, "
-                f"which share a scale; {works}"
-            )
+    found = _in_blocks(config)
+    if (block := _cut_block(found, tp, ep)) is None:
+        return
+    largest = max((n for n in possible if _cut_block(found, n, ep) is None), default=0)
+    works = f"the largest that works is {largest}" if largest else f"none works with ep {ep}"
+    raise ModelError(
+        f"tp {tp} would cut blocks of {block[0]}x{block[1]} of the quantized weights, which share "
+        f"a scale; {works}"
+    )
 
 
-def _keeps_blocks(config: ModelConfig, tp: int, ep: int, block: tuple[int, int]) -> bool:
-    """Whether every rank's part of each projection begins and ends with a block."""
-    rows, columns = block
-    queries, keys = [(config.attention.queries, tp)], [(config.attention.keys, tp)]
-    if config.quantization is not None and config.quantization.method == MXFP4:
-        queries, keys = [], []  # of experts alone
-    inner = [(config.mlp.width, tp)] if config.expert_layers < config.num_layers else []
-    inner += _expert_widths(config, tp, ep, block)
+@dataclass(frozen=True, slots=True)
+class _InBlocks:
+    """Outputs or inputs of a projection that ranks share, and that are quantized in blocks."""
 
-    def cut(sizes: Iterable[tuple[int, int]], length: int) -> bool:
-        return any(ranks > 1 and size % (ranks * length) for size, ranks in sizes)
-
-    return not (cut([*queries, *keys, *inner], rows) or cut([*queries, *inner], columns))
+    size: int
+    length: int  # of the blocks, along these
+    block: tuple[int, int]
+    routed: bool  # of experts
 
 
-def _expert_widths(
-    config: ModelConfig, tp: int, ep: int, block: tuple[int, int]
-) -> set[tuple[int, int]]:
-    """(width, ranks) of routed and shared experts that are quantized in blocks of `block`."""
-    found = set()
-    for layer in range(config.num_layers):
-        if not (experts := config.experts_of(layer)) or config.quantization is None:
-            continue
-        prefix, down = f"model.layers.{layer}.{experts.names.block}", experts.names.down
-        widths = {f"{prefix}.experts.0.{down}": (experts.intermediate_size, tp // ep)}
-        if experts.shared_size:
-            widths[f"{prefix}.shared_expert.down_proj"] = experts.shared_size, tp
-        for name, width in widths.items():
-            scheme = config.quantization.scheme_of(name)
-            if scheme is not None and scheme.block == block:
-                found.add(width)
-    return found
+def _in_blocks(config: ModelConfig) -> list[_InBlocks]:
+    if config.quantization is None:
+        return []
+    found: dict[_InBlocks, None] = {}
+    for projections in projections_of(config):
+        scheme = config.quantization.scheme_of(projections.names[0])
+        if scheme is not None and (block := scheme.block) is not None:
+            length = block[0] if projections.by_outputs else block[1]
+            for size in projections.shared:
+                found[_InBlocks(size, length, block, projections.routed)] = None
+    return list(found)
+
+
+def _cut_block(found: Iterable[_InBlocks], tp: int, ep: int) -> tuple[int, int] | None:
+    """Of those a block that a rank's part would begin or end within; None: there is none."""
+    for each in found:
+        ranks = tp // ep if each.routed else tp
+        if ranks > 1 and each.size % (ranks * each.length):
+            return each.block
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.protocol.model.config import ModelConfig
 from radixgrove.protocol.model.directory import load_config
+from radixgrove.protocol.model.projections import unused_ignores
 from radixgrove.protocol.model.quantization import MXFP4
 from radixgrove.protocol.model.split import check_divides
 from radixgrove.protocol.settings import LoadFormat, Transport, WorkerSettings
@@ -53,6 +55,8 @@ from radixgrove.worker.models.weights import check_size
 from radixgrove.worker.parallel.layout import Layout
 from radixgrove.worker.parallel.member import Member, limit_collectives
 
+log = logging.getLogger(__name__)
+
 Form = Callable[[torch.device], Member]
 
 
@@ -73,6 +77,10 @@ def build_rank(
     """
     config = load_config(model_dir)
     check_divides(config, settings.tp, settings.ep)
+    if rank == 0 and (unused := unused_ignores(config)):
+        log.warning(
+            "quantization_config: ignore %s matches no projection of the model", ", ".join(unused)
+        )
     layout = Layout.of(settings)
     place = layout.place(rank)
     shared = settings.transport is Transport.GLOO

@@ -44,8 +44,6 @@ def load_model(
     """A stage of the decoder with its weights, on the device; kernels compile meanwhile."""
     ops = choose_ops(place.device, place.dtype)
     model = Decoder(config, place, ops, known_tokens(model_dir), stage)
-    if stage.embeds and stage.has_head:  # what another stage has, this one cannot judge
-        place.formats.check()
     sizes = limits.max_running, limits.max_step_tokens
     others: list[Callable[[], object]] = []
     if place.device.type == "cuda":

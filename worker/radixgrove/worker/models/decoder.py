@@ -17,14 +17,12 @@ from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.config import (
     Attention,
     ModelConfig,
-    ModelError,
     Norms,
     QkNorm,
     RopeConfig,
 )
 from radixgrove.worker.attention.base import AttentionBackend, AttentionBatch
 from radixgrove.worker.models.context import StepContext, TensorPlacement
-from radixgrove.worker.models.formats.base import UNQUANTIZED
 from radixgrove.worker.models.hugepages import use_huge_pages
 from radixgrove.worker.models.kv_scales import KvScales
 from radixgrove.worker.models.linear import Linear, Rows
@@ -270,16 +268,6 @@ def stream_norms(config: ModelConfig) -> Norms:
     return replace(config.norms, eps=config.norms.eps / config.multipliers.residual**2)
 
 
-def _refuse_quantized_head(place: TensorPlacement) -> None:
-    name = HEAD.removesuffix(".weight")
-    found = place.formats.of([name])
-    if found is not UNQUANTIZED:
-        raise ModelError(
-            f"{name} is quantized ({found.name}), which is not supported: quantize the model anew "
-            "with the head among the ignored layers"
-        )
-
-
 class Decoder:
     """Token ids to hidden states to logits; parameters are allocated here, filled by `weights`.
 
@@ -313,7 +301,6 @@ class Decoder:
         if stage.has_head:
             self._head = self._embedding if config.tied_embeddings else None
             if self._head is None:
-                _refuse_quantized_head(place)
                 name = EMBEDDING if config.tied_embeddings else HEAD
                 self._head = VocabTable(place, name, *sizes)
         self._ropes = _distinct(map(config.attention.rope_of, stage.layers))

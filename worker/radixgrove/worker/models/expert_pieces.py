@@ -41,10 +41,6 @@ class ExpertPieces:
         prefix = f"{self._block}.{expert}.{self.experts.names.down}"
         return [Piece(prefix, (rows, width), slice(0, rows), self.window)]
 
-    def prefixes(self, held: Sequence[int]) -> list[str]:
-        pieces = (piece for expert in held for piece in (*self.gate_up(expert), *self.down(expert)))
-        return [piece.prefix for piece in pieces]
-
     def where_saved(
         self, parts: Iterable[WeightPart], expert: int, pieces: Sequence[Piece]
     ) -> Iterator[WeightPart]:

@@ -57,7 +57,7 @@ class Linear:
         *,
         row_parallel: bool,
     ) -> None:
-        layout = place.formats.of([piece.prefix for piece in pieces])
+        layout = place.formats.of(pieces[0].prefix)
         self.weight = layout.allocate(pieces, place.dtype, place.device)  # of this rank
         self.bias = biases
         self._parts = [*layout.parts(self.weight, pieces), *bias_parts]

@@ -124,7 +124,7 @@ class Mixture:
         group, shard = placement.group_of(place.group.shard)
         held = placement.held(group)
         pieces = ExpertPieces(experts, layer, hidden, shard.window(experts.intermediate_size))
-        layout = place.formats.of(pieces.prefixes(held))
+        layout = place.formats.of(pieces.gate_up(held[0])[0].prefix)
         where = place.dtype, place.device, (len(held),)
         gate_up = layout.allocate(pieces.gate_up(held[0]), *where)
         down = layout.allocate(pieces.down(held[0]), *where)

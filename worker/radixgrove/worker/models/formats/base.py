@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -74,20 +74,9 @@ UNQUANTIZED = Unquantized()
 class Formats:
     """Which format each projection of a checkpoint has; this one: all are unquantized."""
 
-    def of(self, prefixes: Iterable[str]) -> Format:
-        """The format of the projections of these names, which are fused into one weight.
-
-        Raises:
-            ModelError: they have different ones.
-        """
+    def of(self, prefix: str) -> Format:
+        """The format of the projection of this name, and of all that are computed with it."""
         return UNQUANTIZED
-
-    def check(self) -> None:
-        """Once a whole decoder has asked for all of its projections.
-
-        Raises:
-            ModelError: something is said of projections that it does not have.
-        """
 
 
 ALL_UNQUANTIZED = Formats()

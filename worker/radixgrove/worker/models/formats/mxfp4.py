@@ -37,11 +37,6 @@ class Mxfp4:
         stack: tuple[int, ...] = (),
     ) -> Weight:
         for piece in pieces:
-            if piece.shape[1] % MXFP4_BLOCK:
-                raise ModelError(
-                    f"{piece.prefix}: {piece.shape[1]} columns are no multiple of the "
-                    f"{MXFP4_BLOCK} that share a scale in {MXFP4}"
-                )
             if piece.columns.start % MXFP4_BLOCK or piece.columns.stop % MXFP4_BLOCK:
                 raise ModelError(
                     f"{piece.prefix}: a rank's part of {piece.shape[1]} would cut blocks of "

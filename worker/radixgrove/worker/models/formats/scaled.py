@@ -50,11 +50,6 @@ class Scaled:
         stack: tuple[int, ...] = (),
     ) -> Weight:
         scheme, numbers = self.scheme, _DTYPES[self.scheme.numbers]
-        if stack and scheme.numbers is Numbers.INT8:
-            raise ModelError(
-                f"{pieces[0].prefix}: experts in int8 are not supported, only in float8; use the "
-                "unquantized weights with quantize fp8"
-            )
         n, k = fused_shape(pieces)
         block = self._block(pieces)
         shape = (-(-n // block[0]), -(-k // block[1])) if block else (n,)
