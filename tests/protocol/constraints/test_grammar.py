@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from random import Random
 from typing import Any
 
 import msgspec
 import pytest
+from llguidance import LLMatcher
 
 from radixgrove.protocol.constraints import constraint
 from radixgrove.protocol.constraints.constraint import (
@@ -19,7 +21,13 @@ from radixgrove.protocol.constraints.constraint import (
     ConstraintError,
     Form,
 )
-from radixgrove.protocol.constraints.grammar import Compiled, build_matcher, compile_constraint
+from radixgrove.protocol.constraints.grammar import (
+    Compiled,
+    build_matcher,
+    compile_constraint,
+    outgrown,
+    refusal,
+)
 from radixgrove.protocol.constraints.numbers import fitted
 from tests.checkout import ROOT
 from tests.grammars import encode, tokenizer
@@ -143,15 +151,39 @@ def test_a_date_is_one_of_the_calendar_wherever_it_stands(more: dict[str, str]) 
         assert accepts(asked, '[{"format":"date"},"1999-02-28"]') == (not more)
 
 
+def tags_of(*schemas: Any) -> Constraint:
+    """`<1>`, a value of the first schema and `</>`, and so on."""
+    tags = [
+        constraint.Tag(
+            begin=f"<{number}>", schema=msgspec.Raw(json.dumps(schema).encode()), end="</>"
+        )
+        for number, schema in enumerate(schemas, start=1)
+    ]
+    return constraint.tags(constraint.Tags(structures=tags, triggers=["<"]), "p")
+
+
 def test_text_is_free_until_a_trigger_comes() -> None:
     """Then it goes on as one of the tags does, and is free again."""
-    schema = msgspec.Raw(json.dumps(OBJECT).encode())
-    tags = [constraint.Tag(begin=f"<{n}>", schema=schema, end="</>") for n in ("one", "two")]
-    asked = constraint.tags(constraint.Tags(structures=tags, triggers=["<"]), "p")
-    for text in ("", "any\n text", 'so <one>{"a":1}</> and <two>{"a": 2}</>.'):
+    asked = tags_of(OBJECT, OBJECT)
+    for text in ("", "any\n text", 'so <1>{"a":1}</> and <2>{"a": 2}</>.'):
         assert accepts(asked, text)
-    for text in ("<", "<three>", '<one>{"b":1}</>', '<one>{"a":1}', f'<one>{{"a":{" " * 9}1}}</>'):
+    for text in ("<", "<3>", '<1>{"b":1}</>', '<1>{"a":1}', f'<1>{{"a":{" " * 9}1}}</>'):
         assert not accepts(asked, text)
+
+
+def test_schemas_of_tags_are_those_of_answers() -> None:
+    """What can be said in other words is enforced, what cannot is named, as is a slip."""
+    letter = {"type": "string", "maxLength": 1, "not": {"enum": ["x", "y"]}}
+    asked = tags_of(letter, {"type": "integer", "multipleOf": 1 << 31, "Minimum": 2})
+    assert compiled(asked).ignored == ("Minimum", "multipleOf")
+    assert accepts(asked, '<1>"z"</> <2>1</>')
+    assert not accepts(asked, '<1>"x"</>')
+    assert not accepts(asked, '<2>"z"</>')
+    error = refused(tags_of(OBJECT, {"type": "no-such-type"}))
+    assert error.reason.startswith("in structures[1] ")
+    assert refused(tags_of(OBJECT, False)).code == UNSATISFIABLE
+    wide = {"properties": {f"p{number}": {} for number in range(2000)}}
+    assert refused(tags_of(wide, wide, wide)).code == TOO_LARGE
 
 
 # ---- white space -----------------------------------------------------------------------------
@@ -239,6 +271,8 @@ def test_keywords_in_other_letters_are_named_or_refused() -> None:
     pointed = {"$ref": "#/components/x", "components": {"x": {"not": slip}}}
     for hidden in (pointed, {"dependencies": {"a": {"properties": {"b": slip}}}}):
         assert "minlength" in compiled(schema_of(hidden)).ignored
+    lark = constraint.text_form(Form.GRAMMAR, f"start: %json {json.dumps(slip)}", "p")
+    assert compiled(lark).ignored == ("minlength",)
 
 
 # ---- refusals ----------------------------------------------------------------------------------
@@ -647,6 +681,24 @@ def test_the_longest_chains_of_references_and_rules_end_no_process() -> None:
 def test_an_object_of_two_thousand_properties_can_be_written() -> None:
     schema = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(2000)}}
     assert accepts(schema_of(schema), '{"p7":1,"p1999":2}')
+
+
+def test_an_answer_of_many_readings_goes_further_with_a_matcher_of_its_own() -> None:
+    """Each letter may begin a part anew, in as many ways as there are lists of letters."""
+    parts = "|".join(f"[{first}-z]{{2,{30 + number}}}" for number, first in enumerate("abcdefgh"))
+    text = LLMatcher.grammar_from_regex(f"({parts}){{0,3000}}")
+    letters = Random(0).choices("abcdefghijklmnopqrstuvwxyz", k=250)
+    errors = []
+    for long in (False, True):
+        matcher = build_matcher(text, tokenizer(), long=long)
+        for letter in letters:
+            matcher.compute_bitmask()
+            if not matcher.consume_tokens(encode(letter)):
+                break
+        errors.append(matcher.get_error())
+    assert outgrown(errors[0])
+    assert "too many ways to read the answer" in refusal(errors[0]).reason
+    assert errors[1] == ""
 
 
 def test_reasons_are_short_and_for_clients() -> None:

@@ -10,13 +10,14 @@ from functools import cache
 from typing import Any
 
 import jsonschema
+import msgspec
 import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from radixgrove.protocol.constraints import constraint
-from radixgrove.protocol.constraints.constraint import ConstraintError
+from radixgrove.protocol.constraints.constraint import ConstraintError, Form
 from radixgrove.protocol.constraints.grammar import build_matcher, load_tokenizer, token_of
 from radixgrove.protocol.constraints.schema import type_of
 from radixgrove.protocol.formats.grammar import CallGrammar, Extent, compile_calls
@@ -221,6 +222,32 @@ def test_an_answer_is_calls_or_what_else_was_asked_for(name: str) -> None:
         assert takes(matcher, ids) == passes
     matcher = matcher_of("llama3", Extent.ANSWER, tools=sample_tools())
     assert takes(matcher, list(b"Hello, {world}"))
+
+
+TAG = constraint.Tag(begin="<f>", schema=msgspec.Raw(b'{"const": 1}'), end="</f>")
+TAGS = constraint.tags(constraint.Tags(structures=[TAG], triggers=["<f"]), "p")
+
+
+@pytest.mark.parametrize(
+    ("form", "said", "other"),
+    [
+        (constraint.text_form(Form.REGEX, "[a-c]{3}", "p"), "abc", "abd"),
+        (constraint.text_form(Form.GRAMMAR, 'start: "x" %json {"const": 1}', "p"), "x1", "x2"),
+        (constraint.text_form(Form.GRAMMAR, 'root ::= "x" | "y" root', "p"), "yx", "yz"),
+        (constraint.choice(["yes", "no"], "p"), "no", "maybe"),
+        (TAGS, "so <f>1</f>.", "so <f>2</f>."),
+    ],
+)
+def test_every_form_of_an_answer_stands_beside_calls(
+    form: constraint.Constraint, said: str, other: str
+) -> None:
+    for ids, passes in (
+        (ids_of("hermes", SAMPLES["hermes"]), True),
+        (list(said.encode()), True),
+        (list(other.encode()), False),
+    ):
+        matcher = matcher_of("hermes", Extent.ANSWER, tools=sample_tools(), text=form)
+        assert takes(matcher, ids) == passes
 
 
 def test_arguments_that_refer_to_themselves_do_so_within_a_call_too() -> None:

@@ -105,6 +105,7 @@ def test_every_name_means_one_form(fields: dict[str, Any], form: Form, text: str
     [
         {"response_format": None},
         {"response_format": {"type": "text"}},
+        {"response_format": {"type": "text", "json_schema": None, "schema": None}},
         {"structured_outputs": None},
         {"structured_outputs": {"json_object": False, "json": None}},
         {"guided_json": None, "regex": None},
@@ -179,6 +180,30 @@ def test_there_is_one_constraint_at_a_time(fields: dict[str, Any], param: str) -
         ({"structural_tag": {**TAGS, "trigers": []}}, "structural_tag.trigers", None),
         ({"structural_tag": {**TAGS, "structures": [5]}}, "structural_tag.structures[0]", None),
         (
+            {"structural_tag": {**TAGS, "structures": [{**TAGS["structures"][0], "strict": True}]}},
+            *("structural_tag.structures[0].strict", None),
+        ),
+        (
+            {"response_format": {"type": "json_object", "json_schema": {"schema": {}}}},
+            *("response_format.json_schema", None),
+        ),
+        (
+            {"response_format": {"type": "text", "schema": {}}},
+            *("response_format.schema", None),
+        ),
+        (
+            {"response_format": {**response_format({}), "schema": {}}},
+            *("response_format.schema", None),
+        ),
+        (
+            {"response_format": {**TAGS, "json_schema": {"schema": {}}}},
+            *("response_format.json_schema", None),
+        ),
+        (
+            {"response_format": {"type": "json_object", "triggers": ["<"]}},
+            *("response_format.triggers", None),
+        ),
+        (
             {"structural_tag": {**TAGS, "structures": TAGS["structures"] * 129}},
             *("structural_tag", "schema_too_large"),
         ),
@@ -208,6 +233,10 @@ def test_malformed_fields_are_refused_by_name(
             {"structured_outputs": {}},
             "'structured_outputs' must have one of json, json_object, regex, choice, grammar, "
             "structural_tag.",
+        ),
+        (
+            {"response_format": {"type": "json_object", "json_schema": {"schema": {}}}},
+            "'response_format.json_schema' is of the type 'json_schema', not of 'json_object'.",
         ),
         (
             {"structural_tag": {name: TAGS[name] for name in ("structures", "triggers")}},

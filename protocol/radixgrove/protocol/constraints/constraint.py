@@ -44,7 +44,7 @@ class Form(StrEnum):
     TAGS = "tags"  # the JSON of `Tags`
 
 
-class Tag(msgspec.Struct, kw_only=True):
+class Tag(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A piece of text with a JSON value in it; `begin` begins with a trigger."""
 
     begin: str

@@ -29,6 +29,7 @@ from radixgrove.protocol.constraints.constraint import (
     Form,
     Tags,
     check_levels,
+    json_schema,
 )
 from radixgrove.protocol.constraints.numbers import fitted
 from radixgrove.protocol.constraints.rewrite import misspelt, precise, rewrite
@@ -40,12 +41,14 @@ if TYPE_CHECKING:
 
 
 # A row of 10,000 items holds an object of 2,400 optional properties; a state of a lexer takes one
-# or two kilobytes. Errors are for clients: without the parser's state.
-def _limits(states: int) -> LLParserLimits:
+# or two kilobytes, and a unit of work some 20 ns. Errors are for clients: without the parser's
+# state.
+def _limits(states: int, work: int) -> LLParserLimits:
+    """`work`: units in a step."""
     return LLParserLimits(
         max_items_in_row=10_000,
         initial_lexer_fuel=1_000_000,
-        step_lexer_fuel=200_000,
+        step_lexer_fuel=work,
         step_max_items=100_000,
         max_lexer_states=states,
         max_grammar_size=500_000,
@@ -53,9 +56,11 @@ def _limits(states: int) -> LLParserLimits:
     )
 
 
-LIMITS = _limits(50_000)
-# Of a matcher that one answer has for itself, after a shared lexer had met too much.
-LONG_LIMITS = _limits(150_000)
+LIMITS = _limits(50_000, 200_000)
+# Of a matcher that one answer has for itself, after a shared lexer had met too much, or the answer
+# could be read in too many ways. What such ways take of memory grows with the square of the work:
+# 50 MB here, 300 MB at twice as much.
+LONG_LIMITS = _limits(150_000, 500_000)
 # llguidance follows rules and references by recursion: the longest chains that fit the bounds need
 # some 30 MiB of stack, and would end the process on an ordinary one.
 _STACK_BYTES = 128 << 20
@@ -84,6 +89,11 @@ _PLAIN = (
         r": \1",
     ),
     (re.compile(r"Expected f64 (.*)"), r"Expected a number \1"),
+    (
+        re.compile(r"lexer error: too many expressions constructed"),
+        r"there are too many ways to read the answer, as where a repeated part may end in several "
+        r"places",
+    ),
 )
 # What an error repeats of the client's own words.
 _REPEATED = re.compile(
@@ -187,9 +197,22 @@ def compile_constraint(constraint: Constraint, tokenizer: LLTokenizer, whitespac
     Raises:
         ConstraintError: it is malformed, cannot be enforced, has no answer, or is too complex.
     """
-    if constraint.form is Form.JSON_SCHEMA:
-        return _compile_schema(constraint, tokenizer, whitespace)
-    return compile_grammar(_grammar(constraint, tokenizer, whitespace), tokenizer)
+    slips: dict[str, str] = {}
+    match constraint.form:
+        case Form.JSON_SCHEMA:
+            return _compile_schema(constraint, tokenizer, whitespace)
+        case Form.TAGS:
+            return _compile_tags(constraint, tokenizer, whitespace)
+        case Form.REGEX:
+            grammar = LLMatcher.grammar_from_regex(constraint.text)
+        case Form.CHOICE:
+            texts = msgspec.json.decode(constraint.text, type=list[str])
+            grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts)))
+        case Form.GRAMMAR:
+            lark, slips = _lark(constraint.text, whitespace)
+            grammar = LLMatcher.grammar_from_lark(lark)
+    found = compile_grammar(grammar, tokenizer)
+    return Compiled(grammar, (*slips, *found.ignored))
 
 
 def compile_grammar(grammar: str, tokenizer: LLTokenizer) -> Compiled:
@@ -342,19 +365,6 @@ def _ignored(warnings: Iterable[str], grammar: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _grammar(constraint: Constraint, tokenizer: LLTokenizer, whitespace: int) -> str:
-    match constraint.form:
-        case Form.TAGS:
-            tags = msgspec.json.decode(constraint.text, type=Tags)
-            return LLMatcher.grammar_from_lark(_lark(_tagged(tags, tokenizer), whitespace))
-        case Form.REGEX:
-            return LLMatcher.grammar_from_regex(constraint.text)
-        case Form.CHOICE:
-            texts = msgspec.json.decode(constraint.text, type=list[str])
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts)))
-    return LLMatcher.grammar_from_lark(_lark(constraint.text, whitespace))
-
-
 def _options(whitespace: int, *, strict: bool) -> JsonCompileOptions:
     options: JsonCompileOptions = {"lenient": not strict, "coerce_one_of": not strict}
     if whitespace:
@@ -385,27 +395,39 @@ def _checked(text: str) -> dict[str, Any]:
     return checked
 
 
-def _tagged(tags: Tags, tokenizer: LLTokenizer) -> str:
-    """A Lark grammar of free text with tags. A trigger may be one of the model's own tokens, which
-    text never holds."""
-    names = [f"tag_{number}" for number in range(len(tags.structures))]
-    lines = ["%llguidance {}", f"start: ({' | '.join(names)})* rest", "rest: TEXT"]
-    lines.append(r"TEXT: /(.|\n)*/")
-    for name, tag in zip(names, tags.structures, strict=True):
+def _compile_tags(constraint: Constraint, tokenizer: LLTokenizer, whitespace: int) -> Compiled:
+    """Free text with tags. A trigger may be one of the model's own tokens, which text never
+    holds."""
+    tags = msgspec.json.decode(constraint.text, type=Tags)
+    check_properties([msgspec.json.decode(tag.schema) for tag in tags.structures])
+    lines = ["%llguidance {}", "rest: TEXT", r"TEXT: /(.|\n)*/"]
+    ignored: dict[str, None] = {}
+    for number, tag in enumerate(tags.structures):
+        schema = json_schema(bytes(tag.schema), constraint.param)
+        try:
+            found = _compile_schema(schema, tokenizer, whitespace)
+        except ConstraintError as error:
+            raise ConstraintError(f"in structures[{number}] {error.reason}", error.code) from None
+        ignored.update(dict.fromkeys(found.ignored))
+        (part,) = json.loads(found.grammar)["grammars"]
+        value = f"%json {json.dumps(part['json_schema'])}"
         trigger = max((t for t in tags.triggers if tag.begin.startswith(t)), key=len)
         begin = tag.begin[len(trigger) :]
-        body = f"%json {bytes(tag.schema).decode()}"
-        if begin:
-            body = f"{json.dumps(begin)} {body}"
-        if tag.end:
-            body = f"{body} {json.dumps(tag.end)}"
+        body = " ".join([*_literal(begin), value, *_literal(tag.end)])
         token = token_of(trigger, tokenizer)
         if token is not None:
-            lines.append(f"{name}: TEXT <[{token}]> {body}")
+            lines.append(f"tag_{number}: TEXT <[{token}]> {body}")
         else:
-            lines.append(f"{name}_trigger[lazy]: TEXT {json.dumps(trigger)}")
-            lines.append(f"{name}: {name}_trigger {body}")
-    return "\n".join(lines)
+            lines.append(f"trigger_{number}[lazy]: TEXT {json.dumps(trigger)}")
+            lines.append(f"tag_{number}: trigger_{number} {body}")
+    names = " | ".join(f"tag_{number}" for number in range(len(tags.structures)))
+    lines.append(f"start: ({names})* rest")
+    whole = compile_grammar(LLMatcher.grammar_from_lark("\n".join(lines)), tokenizer)
+    return Compiled(whole.grammar, tuple(ignored))
+
+
+def _literal(text: str) -> list[str]:
+    return [json.dumps(text)] if text else []
 
 
 def token_of(text: str, tokenizer: LLTokenizer) -> int | None:
@@ -421,8 +443,9 @@ def _without_start(gbnf: str) -> str:
     return _GBNF_NAME.sub(lambda found: name if found[0] == "start" else found[0], gbnf)
 
 
-def _lark(text: str, whitespace: int) -> str:
-    """A Lark grammar of a Lark or GBNF one, with our options in the schemas that it embeds.
+def _lark(text: str, whitespace: int) -> tuple[str, dict[str, str]]:
+    """A Lark grammar of a Lark or GBNF one, with our options in the schemas that it embeds; and
+    what is `misspelt` in those.
 
     Raises:
         ConstraintError: it is neither, or a schema in it is malformed.
@@ -437,6 +460,7 @@ def _lark(text: str, whitespace: int) -> str:
         raise ConstraintError("it is neither Lark nor GBNF")
     decoder = json.JSONDecoder()
     parts, end = [], 0
+    slips: dict[str, str] = {}
     for found in _EMBEDDED.finditer(lark):
         if not found[0].startswith("%json") or found.start() < end:
             continue
@@ -444,7 +468,9 @@ def _lark(text: str, whitespace: int) -> str:
             _, after = decoder.raw_decode(lark, found.end())
         except (ValueError, RecursionError):
             raise ConstraintError("a schema after %json is not valid JSON") from None
-        checked, removed = fitted(_checked(lark[found.end() : after]))
+        schema = _checked(lark[found.end() : after])
+        slips |= misspelt(schema)
+        checked, removed = fitted(schema)
         if removed:
             raise ConstraintError(f"in a schema after %json {_removed(removed)}")
         parts += [
@@ -452,4 +478,4 @@ def _lark(text: str, whitespace: int) -> str:
             json.dumps(checked | {_OPTIONS: _options(whitespace, strict=False)}),
         ]
         end = after
-    return "".join([*parts, lark[end:]])
+    return "".join([*parts, lark[end:]]), slips

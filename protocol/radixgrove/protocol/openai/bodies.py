@@ -277,12 +277,20 @@ STRUCTURED_NEUTRAL: Neutral = {
     "whitespace_pattern": (),
 }
 
+# Types of `response_format`, each with the fields that it has beside `type`.
+RESPONSE_TYPES: dict[str, tuple[str, ...]] = {
+    "text": (),
+    "json_object": ("schema",),
+    "json_schema": ("json_schema",),
+    "structural_tag": ("structures", "triggers"),
+}
 STRUCTURED_FORMS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 # What objects may have of which unknown fields are refused, by the field that holds the object.
 KNOWN = {
     "json_schema": JsonSchema.__struct_fields__,
     "response_format": ResponseFormat.__struct_fields__,
     "structural_tag": StructuralTag.__struct_fields__,
+    "structures": Tag.__struct_fields__,
     "structured_outputs": STRUCTURED_FORMS,
 }
 

@@ -128,7 +128,8 @@ def _at(path: str, reason: str) -> errors.ApiError:
     if missing:
         param = f"{param}.{missing[1]}" if param else missing[1]
         return errors.invalid(f"Missing required parameter: '{param}'.", param)
-    unknown, fields = _UNKNOWN.match(reason), KNOWN.get(param.rpartition(".")[2])
+    holder = param.rpartition(".")[2].partition("[")[0]
+    unknown, fields = _UNKNOWN.match(reason), KNOWN.get(holder)
     if unknown and fields:  # else the path is a text of the client's own
         known = ", ".join(fields)
         name = f"{param}.{errors.shorten(unknown[1], 64)}"

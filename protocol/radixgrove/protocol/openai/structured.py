@@ -15,6 +15,7 @@ from radixgrove.protocol.constraints import constraint as constraints
 from radixgrove.protocol.constraints.constraint import Constraint, ConstraintError, Form
 from radixgrove.protocol.openai import errors
 from radixgrove.protocol.openai.bodies import (
+    RESPONSE_TYPES,
     STRUCTURED_FORMS,
     STRUCTURED_NEUTRAL,
     GenerationBody,
@@ -72,24 +73,39 @@ def _asked(wire: GenerationBody) -> list[Constraint | None]:
 
 
 def _response_format(given: ResponseFormat | None) -> Constraint | None:
-    if given is None or given.type == "text":
+    if given is None:
+        return None
+    _check_type(given)
+    if given.type == "text":
         return None
     if given.type == "json_object":
         schema = bytes(given.schema)
         return _schema(ANY_OBJECT if schema in _NULL else schema, "response_format")
     if given.type == "structural_tag":
         return _tags(given, "response_format")
-    if given.type != "json_schema":
-        raise errors.invalid(
-            "Invalid value for 'response_format.type': must be one of text, json_object, "
-            "json_schema, structural_tag.",
-            "response_format",
-        )
     named = given.json_schema
     if named is None or bytes(named.schema) in _NULL:
         missing = "response_format.json_schema" + ("" if named is None else ".schema")
         raise errors.invalid(f"Missing required parameter: '{missing}'.", "response_format")
     return _schema(named.schema, "response_format", strict=bool(named.strict))
+
+
+def _check_type(given: ResponseFormat) -> None:
+    """Raises ApiError for a type that there is not, or a field of another type: left unread it
+    would leave the answer freer than it was meant."""
+    param = "response_format"
+    if given.type not in RESPONSE_TYPES:
+        raise errors.invalid(
+            f"Invalid value for '{param}.type': must be one of {', '.join(RESPONSE_TYPES)}.", param
+        )
+    for type, names in RESPONSE_TYPES.items():
+        for name in names if type != given.type else ():
+            value = getattr(given, name)
+            if value is not None and not (name == "schema" and bytes(value) in _NULL):
+                raise errors.invalid(
+                    f"'{param}.{name}' is of the type '{type}', not of '{given.type}'.",
+                    f"{param}.{name}",
+                )
 
 
 def _structured_outputs(given: StructuredOutputs | None) -> list[Constraint | None]:
