@@ -302,6 +302,35 @@ def test_a_malformed_schema_is_refused_with_the_reason(schema: Any, reason: str)
 
 
 @pytest.mark.parametrize(
+    ("fault", "place"),
+    [
+        ({"type": "objekt"}, "type"),
+        ({"type": ["string", "x"]}, "type"),
+        ({"type": 5}, "type"),
+        ({"pattern": "("}, "pattern"),
+        ({"pattern": "^a\n(b$"}, "pattern"),
+        ({"pattern": r"a\bc"}, "pattern"),
+        ({"patternProperties": {"[": {}}}, "patternProperties"),
+        ({"$ref": "#/$defs/x"}, "$ref"),
+        ({"$ref": "x.json"}, "$ref"),
+        ({"properties": []}, "properties"),
+        ({"properties": {"x": 5}}, "properties"),
+        ({"items": 5}, "items"),
+        ({"anyOf": [5]}, "anyOf"),
+        ({"anyOf": {}}, "anyOf"),
+        ({"minLength": -1}, "minLength"),
+        ({"minimum": "ä"}, "minimum"),
+    ],
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_refusal_says_where_the_fault_is(fault: Any, place: str, strict: bool) -> None:
+    sound = {"type": "string", "pattern": "x", "default": fault, "minLength": 1}
+    schema = {"type": "object", "properties": {"one": sound, "a/b": {"allOf": [fault]}}}
+    reason = refused(schema_of(schema, strict=strict)).reason
+    assert reason.endswith(f" (at #/properties/a~1b/allOf/0/{place})")
+
+
+@pytest.mark.parametrize(
     "schema",
     [
         False,

@@ -316,6 +316,7 @@ def tool(name: str, **function: Any) -> dict[str, Any]:
         ({"tools": [tool("f"), tool("f")]}, "tools[1].function.name"),
         ({"tools": [tool("no blanks")]}, "tools[0].function.name"),
         ({"tools": [tool("x" * 129)]}, "tools[0].function.name"),
+        ({"tools": [tool("f\n")]}, "tools[0].function.name"),
         ({"tools": [{"type": "function"}]}, "tools[0]"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
@@ -327,6 +328,7 @@ def tool(name: str, **function: Any) -> dict[str, Any]:
         ({"tool_choice": tool("f")}, "tool_choice"),
         ({"tools": [tool("f")], "tool_choice": {"function": {}}}, "tool_choice.function.name"),
         ({"tools": [tool("f")], "tool_choice": tool("g")}, "tool_choice"),
+        ({"tools": [tool("f")], "tool_choice": tool("f") | {"type": "any"}}, "tool_choice"),
         ({"tools": [tool("f")], "tool_choice": "sometimes"}, "tool_choice"),
         (
             {"tools": [WEATHER, tool("f", parameters={"type": "array"})]},
@@ -340,6 +342,13 @@ def tool(name: str, **function: Any) -> dict[str, Any]:
             {"tools": [tool("f")], "tool_choice": {"type": "allowed_tools", "tools": []}},
             "tool_choice",
         ),
+        (
+            {
+                "tools": [tool("f")],
+                "tool_choice": {"type": "allowed_tools", "mode": "none", "tools": [tool("f")]},
+            },
+            "tool_choice",
+        ),
     ],
 )
 def test_bad_tools(frontend: Frontend, fields: dict[str, Any], param: str) -> None:
@@ -349,6 +358,7 @@ def test_bad_tools(frontend: Frontend, fields: dict[str, Any], param: str) -> No
     assert error["param"] == param
     of_schema = param.endswith(".parameters")
     assert (error["code"] == "invalid_function_parameters") == of_schema
+    assert (error["code"] == "schema_too_large") == (param == "tools")
 
 
 def test_a_format_by_name(demo_model_dir: Path, tmp_path: Path) -> None:

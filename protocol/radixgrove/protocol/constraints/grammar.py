@@ -32,6 +32,7 @@ from radixgrove.protocol.constraints.constraint import (
     json_schema,
 )
 from radixgrove.protocol.constraints.numbers import fitted
+from radixgrove.protocol.constraints.place import place_of
 from radixgrove.protocol.constraints.rewrite import misspelt, precise, rewrite
 from radixgrove.protocol.constraints.schema import check_properties, has_value
 from radixgrove.protocol.token_bytes import BYTE_LEVEL, TokenBytes, decoder_of, steps_of
@@ -75,7 +76,9 @@ _ONE_OF = "oneOf"
 _COUNTED = "min/maxProperties only supported"
 _COUNTS = ("minProperties", "maxProperties")
 _REGEX_REASON = re.compile(r"^error: (.*)$", re.MULTILINE)
+_REGEX = re.compile(r"regex parse error:\n {4}(.*)\n")  # of one line
 _COMPLEX = re.compile(r"too (?:big|complex|large|many)|limit|fuel", re.IGNORECASE)
+_INVALID_EXPRESSION = "a regular expression is not valid here"
 # llguidance's words for what has a plainer name.
 _PLAIN = (
     (
@@ -85,8 +88,7 @@ _PLAIN = (
     (re.compile(r"((?:Pointer|Anchor) '.*' does not exist)"), r"'$ref' leads nowhere: \1"),
     (
         re.compile(r".*lookarounds not supported yet; \w+ in regex (/.*)"),
-        r"a regular expression is not valid here: \\b, \\B, and ^ or $ within it, are not supported"
-        r": \1",
+        rf"{_INVALID_EXPRESSION}: \\b, \\B, and ^ or $ within it, are not supported: \1",
     ),
     (re.compile(r"Expected f64 (.*)"), r"Expected a number \1"),
     (
@@ -230,7 +232,13 @@ def _compile_schema(constraint: Constraint, tokenizer: LLTokenizer, whitespace: 
     if constraint.strict and slips:
         meant = ", ".join(f"'{key}' is no keyword ('{rule}' is)" for key, rule in slips.items())
         raise UnenforceableError(f"it is strict, but {meant}")
-    found = _compile_keywords(schema, tokenizer, whitespace, enforce_all=constraint.strict)
+    try:
+        found = _compile_keywords(schema, tokenizer, whitespace, enforce_all=constraint.strict)
+    except ConstraintError as error:
+        place = None if error.code else place_of(schema, error.reason)
+        if place is None:
+            raise
+        raise ConstraintError(f"{error.reason} (at {_cut(place)})") from None
     return Compiled(found.grammar, (*slips, *found.ignored))
 
 
@@ -327,7 +335,9 @@ def refusal(error: str) -> ConstraintError:
     if _COMPLEX.search(_REPEATED.sub("", _first(error))):
         return ConstraintError(_first(error), TOO_COMPLEX)
     if reason := _REGEX_REASON.search(error):
-        return ConstraintError(f"a regular expression is not valid here: {reason[1]}")
+        expression = _REGEX.search(error)
+        shown = f": /{expression[1]}/" if expression else ""
+        return ConstraintError(_cut(f"{_INVALID_EXPRESSION}: {reason[1]}{shown}"))
     return ConstraintError(_first(error))
 
 
@@ -345,7 +355,11 @@ def _first(error: str) -> str:
     for expression, words in _PLAIN:
         if found := expression.fullmatch(line):
             line = found.expand(words)
-    return line if len(line) <= _MOST_REASON else line[:_MOST_REASON] + "…"
+    return _cut(line)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST_REASON else text[:_MOST_REASON] + "…"
 
 
 def _ignored(warnings: Iterable[str], grammar: str) -> tuple[str, ...]:

@@ -16,8 +16,10 @@ from typing import Any
 from radixgrove.protocol.constraints.disjoint import Prover
 from radixgrove.protocol.constraints.schema import (
     ANNOTATIONS,
+    LISTS,
     MAPS,
     RULES,
+    SINGLES,
     TYPES,
     is_pointed_into,
     resolve,
@@ -32,10 +34,8 @@ _MOST_OVERLAPS = 72  # of the branches of a `oneOf`: those of nine, each with ea
 _MOST_VALUES = 5  # of items that are unique: 326 arrays
 _MOST_NEGATED = 2000  # keywords, those of references again and again
 
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 # Where null is a value, or no type: elsewhere serializers write it for what is not there.
 _NULLS = frozenset({"const", "default", "type"})
-_SINGLES = ("additionalProperties", "items", "additionalItems", "not", "if", "then", "else")
 _BY_LETTERS = {rule.lower(): rule for rule in RULES}
 # Drafts under either scheme, of which llguidance knows one for each.
 _DIALECT = re.compile(
@@ -113,10 +113,10 @@ def _within(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, A
     for key in MAPS:
         if isinstance(out.get(key), dict):
             out[key] = {name: change(part) for name, part in out[key].items()}
-    for key in (*_LISTS, "items"):  # which is a list in older drafts
+    for key in (*LISTS, "items"):  # which is a list in older drafts
         if isinstance(out.get(key), list):
             out[key] = [change(part) for part in out[key]]
-    for key in _SINGLES:
+    for key in SINGLES:
         if isinstance(out.get(key), dict):
             out[key] = change(out[key])
     return out

@@ -12,6 +12,9 @@ from radixgrove.protocol.constraints.constraint import TOO_LARGE, ConstraintErro
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 # Keywords with a schema for each of their names.
 MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+# With a list of schemas, and with one.
+LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+SINGLES = ("additionalProperties", "items", "additionalItems", "not", "if", "then", "else")
 # They say nothing about a value.
 ANNOTATIONS = frozenset(
     {

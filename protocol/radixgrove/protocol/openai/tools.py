@@ -19,7 +19,7 @@ from radixgrove.protocol.openai.structured import refused
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 512 << 10  # of all definitions together, as JSON
 MAX_LEVELS = constraints.MAX_SCHEMA_LEVELS + 8
-_NAME = re.compile(r"^[A-Za-z0-9_.-]{1,128}$")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 INVALID_PARAMETERS = "invalid_function_parameters"
 INPUT = "input"  # the one argument of a custom tool, as models see it
 _SYNTAXES = {"lark": Form.GRAMMAR, "regex": Form.REGEX}
@@ -104,6 +104,17 @@ class _Reference(msgspec.Struct, kw_only=True):
 
     @property
     def called(self) -> str | None:
+        """The tool's name.
+
+        Raises:
+            ApiError: 400, for another type of tool.
+        """
+        if self.type not in ("function", "custom"):
+            raise errors.invalid(
+                "Invalid value for 'tool_choice': its types are function, custom and "
+                f"allowed_tools, not '{errors.shorten(self.type, 64)}'.",
+                "tool_choice",
+            )
         named = self.function or self.custom
         return named.name if named is not None else self.name
 
@@ -151,7 +162,9 @@ def parse_tools(wire: ChatBody) -> Tools | None:
 def _size(given: list[dict[str, Any]]) -> int:
     """Bytes of definitions as JSON, within bounds."""
     if len(given) > MAX_TOOLS:
-        raise errors.invalid(f"'tools' has more than {MAX_TOOLS} entries.", "tools")
+        raise errors.invalid(
+            f"'tools' has more than {MAX_TOOLS} entries.", "tools", constraints.TOO_LARGE
+        )
     text = msgspec.json.encode(given)
     if len(text) > MAX_TOOLS_BYTES:
         raise errors.invalid(
@@ -202,7 +215,7 @@ def _described(item: dict[str, Any], kind: str, where: str, type: type[T]) -> T:
         found = msgspec.json.decode(msgspec.json.encode(item[kind]), type=type)
     except msgspec.ValidationError as error:
         raise misread(error, f"{where}.{kind}") from None
-    if not _NAME.match(found.name):
+    if not _NAME.fullmatch(found.name):
         raise errors.invalid(
             f"Invalid value for '{where}.{kind}.name': it must have 1 to 128 letters, digits, "
             "'_', '.' or '-'.",
@@ -289,6 +302,12 @@ def _chosen(choice: Any, known: set[str]) -> tuple[ToolMode, set[str] | None]:
         allowed = given.allowed_tools or _Allowed(mode=given.mode, tools=given.tools or [])
         names = {each.called for each in allowed.tools}
         mode = _mode(allowed.mode)
+        if mode is ToolMode.NONE:
+            raise errors.invalid(
+                "Invalid value for 'tool_choice': the mode of allowed_tools must be auto or "
+                "required.",
+                "tool_choice",
+            )
     else:
         names, mode = {given.called}, ToolMode.NAMED
     if not names:
