@@ -676,6 +676,11 @@ def test_what_is_too_complex_is_refused() -> None:
     assert refused(schema_of({"$ref": "#/$defs/a12", "$defs": definitions})).code == TOO_COMPLEX
 
 
+def test_too_many_symbols_are_too_complex() -> None:
+    error = refusal("panic: assertion failed: grammar.symbols.len() < u16::MAX as usize - 10\n<b>")
+    assert (error.code, error.reason) == (TOO_COMPLEX, "the grammar has too many symbols")
+
+
 def test_properties_that_take_seconds_to_compile_are_refused() -> None:
     properties = {f"p{i}": {} for i in range(3000)}
     error = refused(schema_of({"type": "object", "properties": properties}))

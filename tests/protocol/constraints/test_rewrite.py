@@ -234,6 +234,21 @@ def test_what_has_no_equivalent_is_left(schema: dict[str, Any]) -> None:
     assert rewrite(schema) == schema
 
 
+def nested(depth: int) -> dict[str, Any]:
+    """A `oneOf` whose branches hold the one within, twice."""
+    schema: dict[str, Any] = {"type": "string"}
+    for level in range(depth):
+        held = {"type": "object", "properties": {f"p{level}": schema}, "required": [f"p{level}"]}
+        schema = {"oneOf": [schema, {"type": "object", "required": [f"q{level}"]}, held]}
+    return schema
+
+
+def test_a_schema_that_grows_too_much_is_left() -> None:
+    """To compile it would take seconds, and hundreds of megabytes."""
+    assert rewrite(nested(2)) != nested(2)
+    assert rewrite(nested(5)) == nested(5)
+
+
 KEYWORDS = (
     *("type", "properties", "required", "not", "if", "then", "else", "oneOf", "anyOf", "allOf"),
     *("dependencies", "dependentSchemas", "uniqueItems", "items", "minItems", "maxItems", "enum"),

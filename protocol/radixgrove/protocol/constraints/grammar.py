@@ -90,6 +90,10 @@ _PLAIN = (
         re.compile(r".*lookarounds not supported yet; \w+ in regex (/.*)"),
         rf"{_INVALID_EXPRESSION}: \\b, \\B, and ^ or $ within it, are not supported: \1",
     ),
+    (
+        re.compile(r"panic: assertion failed: grammar\.symbols\.len\(\) .*"),
+        r"the grammar has too many symbols",
+    ),
     (re.compile(r"Expected f64 (.*)"), r"Expected a number \1"),
     (
         re.compile(r"lexer error: too many expressions constructed"),

@@ -7,6 +7,7 @@ What has no such equivalent is left as it is.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from functools import partial
@@ -33,6 +34,9 @@ Schema = dict[str, Any] | bool
 _MOST_OVERLAPS = 72  # of the branches of a `oneOf`: those of nine, each with each
 _MOST_VALUES = 5  # of items that are unique: 326 arrays
 _MOST_NEGATED = 2000  # keywords, those of references again and again
+# Characters that a schema may grow by. Few grow by more than 5,000; what repeats its parts in
+# alternatives to each other takes 500 MB and seconds to compile at 70,000.
+_MOST_GROWTH = 16 << 10
 
 # Where null is a value, or no type: elsewhere serializers write it for what is not there.
 _NULLS = frozenset({"const", "default", "type"})
@@ -47,12 +51,14 @@ _FEW_TEXTS = re.compile(rf"\^(?:({_TEXT})|\((?:\?:)?({_TEXT}(?:\|{_TEXT})*)\))\$
 
 
 def rewrite(schema: Any) -> Any:
-    """The schema, with what it can say in other words said so; a malformed one as it is, which the
-    compiler refuses with the reason."""
+    """The schema, with what it can say in other words said so; as it is where those are too many,
+    or it is malformed, which the compiler refuses with the reason."""
     try:
-        return _Rewriter(schema).schema(schema)
+        other = _Rewriter(schema).schema(schema)
     except (AttributeError, TypeError, RecursionError):
         return schema
+    growth = len(json.dumps(other)) - len(json.dumps(schema))
+    return other if growth <= _MOST_GROWTH else schema
 
 
 def precise(schema: Any) -> Any:
