@@ -90,6 +90,14 @@ schemas = st.recursive(simple, larger, max_leaves=6)
     [{"a": 1}, {"a": 1, "b": "b"}, {"b": 1}, 5],
 )
 @example({"uniqueItems": True, "items": {"enum": [1, "a"]}}, [[], [1], [1, 1], ["a", 1], 5, [2]])
+@example(
+    {"not": {"anyOf": [{"properties": {"a": False}}, {"required": ["a", "b"]}]}},
+    [{}, {"a": 1}, {"b": 1}, {"a": 1, "b": 1}, 5],
+)
+@example(
+    {"not": {"dependentRequired": {"a": ["a", "b"]}}, "properties": {"a": False}},
+    [{}, {"a": 1}, {"b": 1}],
+)
 def test_the_same_values_are_valid(schema: Any, instances: list[Any]) -> None:
     other = precise(rewrite(schema))
     before, after = Draft202012Validator(schema), Draft202012Validator(other)

@@ -160,8 +160,7 @@ class _Rewriter:
         keep the base's order."""
         kept = {key: base[key] for key in base if key in ANNOTATIONS}
         rest = {key: base[key] for key in base if key not in ANNOTATIONS}
-        branches = added.get("anyOf", [added]) if isinstance(added, dict) else [added]
-        joined = [merged(rest, branch) for branch in branches]
+        joined = [merged(rest, branch) for branch in _branches(added)]
         if any(branch is None for branch in joined):
             return {**base, "allOf": [*base.get("allOf", []), added]}
         found = any_of(joined)
@@ -385,6 +384,17 @@ def _formatted(out: dict[str, Any]) -> list[Schema]:
         del out["format"]
         return [{"pattern": PATTERNS[name]}]
     return []
+
+
+def _branches(schema: Schema) -> list[Any]:
+    """Schemas of which one holds wherever this one does."""
+    if not isinstance(schema, dict) or "anyOf" not in schema:
+        return [schema]
+    rest = {key: value for key, value in schema.items() if key != "anyOf"}
+    if not rest:
+        return list(schema["anyOf"])
+    joined = [merged(rest, branch) for branch in schema["anyOf"]]
+    return [schema] if any(branch is None for branch in joined) else joined
 
 
 def any_of(schemas: list[Any]) -> Schema:
