@@ -39,6 +39,8 @@ def main() -> int:
     port, management_port = free_ports(2)
     command = [sys.executable, "-m", "radixgrove.cli", "up", "--replicas", "2"]
     command += ["--port", str(port), "--management-port", str(management_port), "--follow"]
+    # A slow machine is no reason to place without Redis, which may be elsewhere than the prefix.
+    command += ["--redis-timeout", "10"]
     with tempfile.TemporaryDirectory(prefix="radixgrove-smoke-") as directory:
         return _check([*command, "--log-dir", directory], port)
 

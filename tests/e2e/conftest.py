@@ -44,7 +44,8 @@ class UpProcess:
             *(sys.executable, "-m", "radixgrove.cli", "up", "--port", str(self.port)),
             *("--management-port", str(self.management_port), "--max-model-len", "2048"),
             *("--device", "cpu", "--kv-tokens", "16384", "--log-dir", str(self.log_dir)),
-            *("--grammar-timeout", "60"),  # a slow machine is no reason to refuse
+            # A slow machine is no reason to refuse, or to place without Redis.
+            *("--grammar-timeout", "60", "--redis-timeout", "10"),
             *self.arguments,
         ]
         with self.log.open("wb") as sink:
