@@ -84,7 +84,7 @@ class UpProcess:
 
     def status(self) -> dict[str, Any]:
         answer = httpx.get(
-            f"http://127.0.0.1:{self.management_port}/status", timeout=10, verify=False
+            f"http://127.0.0.1:{self.management_port}/status", timeout=30, verify=False
         )
         status: dict[str, Any] = answer.raise_for_status().json()
         return status
@@ -139,7 +139,7 @@ def chat_body(question: str, **changes: Any) -> dict[str, Any]:
     return body | changes
 
 
-def wait_idle(cluster: UpProcess, *, deadline: float = 20.0) -> None:
+def wait_idle(cluster: UpProcess, *, deadline: float = 60.0) -> None:
     """Until no replica runs or queues anything."""
 
     def idle() -> bool:

@@ -318,7 +318,7 @@ def engine_gauges(worker: str) -> dict[str, float]:
     names = ("running_requests", "kv_pages", "kv_free_pages", "kv_evictable_pages")
     names += ("aborted_requests_total",)
     found = dict.fromkeys(names, 0.0)
-    for line in httpx.get(f"{worker}/metrics", timeout=10, verify=False).text.splitlines():
+    for line in httpx.get(f"{worker}/metrics", timeout=30, verify=False).text.splitlines():
         name, _, value = line.removeprefix("radixgrove_engine_").rpartition(" ")
         if name in found:
             found[name] = float(value)
