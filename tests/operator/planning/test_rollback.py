@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixgrove.operator.api.spec import Recovery
-from radixgrove.operator.api.status import GroupStatus, InferenceServiceStatus
+from radixgrove.operator.api.status import GroupPhase, GroupStatus, InferenceServiceStatus
 from radixgrove.operator.planning import image_check
 from radixgrove.operator.planning.diagnosis import RETRIED
 from radixgrove.operator.planning.image_check import Candidate, candidate, judge
@@ -150,15 +150,24 @@ def test_a_refusal_that_lasts_gives_the_revision_up() -> None:
 def test_only_what_ended_by_itself_speaks_against_a_revision() -> None:
     """Not a machine that was lost, or a pod that was evicted, while it started."""
     record = GroupStatus(index=0, attempt=1, revision="r2")
-    lost = after_fault(record, Fault("p0 was on node n0, which is gone"), RECOVERY, NOW)
+    lost_machine = Fault("p0 was on node n0, which is gone")
+    of_itself = Fault("p0 ended: no such model", ended=True)
+    lost = after_fault(record, lost_machine, RECOVERY, NOW)
     assert lost.failures == 1
     assert not failing(lost, None)
-    ended = after_fault(record, Fault("p0 ended: no such model", ended=True), RECOVERY, NOW)
+    ended = after_fault(record, of_itself, RECOVERY, NOW)
     assert failing(ended, None)
     again = remember(group("r2", "starting"), ended, RECOVERY, NOW)
     assert failing(again, group("r2", "starting")), "it has not been ready since"
     well = remember(group("r2", "ready"), again, RECOVERY, NOW)
     assert not failing(well, group("r2", "ready"))
+    off = Recovery.model_validate({"policy": "None"})
+    for cause, gives_up in ((lost_machine, None), (of_itself, "r2")):
+        kept = after_fault(record, cause, off, NOW)
+        assert kept.phase is GroupPhase.FAILED
+        before = InferenceServiceStatus(groups=[kept], good_revision="r1")
+        found = decide("r2", before, [group("r2", "starting")], REVISIONS, NOW)
+        assert (found and found.revision) == gives_up
     once_ready = record.model_copy(update={"was_ready": True})
     fell = after_fault(once_ready, Fault("p0 ended", ended=True), RECOVERY, NOW)
     assert not failing(fell, None)

@@ -193,23 +193,25 @@ def after_fault(record: GroupStatus, fault: Fault, recovery: Recovery, now: floa
     What took a pod away passes, however often it comes: only failures of programs are counted out.
     """
     failures, of_programs = record.failures + 1, record.program_failures + fault.ended
-    counts = {"failures": failures, "program_failures": of_programs}
+    known = {
+        "failures": failures,
+        "program_failures": of_programs,
+        "start_failed": record.start_failed or (fault.ended and not record.was_ready),
+    }
     detail = _fitting(fault.message)
-    start_failed = record.start_failed or (fault.ended and not record.was_ready)
     if recovery.policy is RecoveryPolicy.NONE:
-        return record.model_copy(update=counts | {"phase": GroupPhase.FAILED, "detail": detail})
+        return record.model_copy(update=known | {"phase": GroupPhase.FAILED, "detail": detail})
     if of_programs > recovery.max_restarts:
         last = _fitting(f"{of_programs} failures in a row; the last: {fault.message}")
-        return record.model_copy(update=counts | {"phase": GroupPhase.FAILED, "detail": last})
+        return record.model_copy(update=known | {"phase": GroupPhase.FAILED, "detail": last})
     return record.model_copy(
-        update=counts
+        update=known
         | {
             "phase": GroupPhase.WAITING,
             "restarts": record.restarts + 1,
             "retry_at": times.to_text(now + backoff(failures, seconds(recovery.backoff))),
             "detail": detail,
             "last_failure": detail,
-            "start_failed": start_failed,
             "ready_since": None,
             "partly_since": None,
             "hindered_since": None,

@@ -59,6 +59,8 @@ def _failed_start(
 ) -> Rollback | None:
     for index, record in sorted(records.items()):
         group = groups.get(index)
+        if record.phase is GroupPhase.FAILED and not record.start_failed:
+            continue  # recovery is off, and something took a pod away
         if failing(record, group) and not _may_pass(record, group, now):
             trouble = problem(group) if group is not None else None
             because = f"{trouble.reason}: {trouble.message}" if trouble else record.detail
