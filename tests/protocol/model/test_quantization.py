@@ -244,6 +244,17 @@ def test_what_is_not_served_is_refused_by_field(config: Any, complaint: str) -> 
             {"config_groups": {"g": group(weights=INT8 | {"strategy": "group"})}},
             r"g\.weights\.strategy 'group' is not supported, only tensor or channel",
         ),
+        (
+            {
+                "config_groups": {
+                    "g": group(
+                        weights=FLOAT8
+                        | {"strategy": "group", "group_size": 128, "actorder": "group"}
+                    )
+                }
+            },
+            r"g\.weights\.actorder 'group' is not supported, only weight or static",
+        ),
         ({"sparsity_config": {"format": "sparse-24"}}, "sparsity_config"),
         ({"transform_config": {"a": 1}}, "transform_config"),
         ({"ignore": [3]}, "ignore"),

@@ -234,6 +234,16 @@ def test_a_bias_that_the_config_denies_is_named(
         build(tmp_path)
 
 
+def test_a_bias_that_the_config_denies_may_have_any_type(tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    bias = torch.ones(96).to(torch.float8_e4m3fn)
+    tensors["model.layers.1.mlp.up_proj.bias"] = bias
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"checkpoint has model\.layers\.1\.mlp\.up_proj\.bias"):
+        build(tmp_path)
+
+
 def test_biases_of_zeros_change_nothing(tmp_path: Path) -> None:
     model = tiny.save("llama-biased", tmp_path)
     with torch.no_grad():
@@ -340,6 +350,20 @@ def test_a_tied_table_saved_under_both_names(tmp_path: Path) -> None:
     tensors["lm_head.weight"][-1, -1] += 1
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match="set tie_word_embeddings to false"):
+        build(tmp_path)
+    for head, said in (
+        (tensors["lm_head.weight"].to(torch.float8_e4m3fn), "is of type F8_E4M3, the config asks"),
+        (torch.zeros(()), r"has shape \(\), the config asks for \(512, 64\)"),
+    ):
+        save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors")
+        with pytest.raises(ModelError, match=rf"lm_head\.weight {said}"):
+            build(tmp_path)
+
+
+def test_a_head_that_is_missing_may_be_the_embedding(tmp_path: Path) -> None:
+    tiny.save("llama3-rope", tmp_path)
+    _edit_config(tmp_path, tie_word_embeddings=False)
+    with pytest.raises(ModelError, match=r"lacks lm_head\.weight; set tie_word_embeddings to true"):
         build(tmp_path)
 
 

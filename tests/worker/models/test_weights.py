@@ -89,6 +89,9 @@ def test_a_missing_tensor_says_which_format_expects_it(tmp_path: Path) -> None:
         WeightPart("a.scale", torch.empty(1), (1,), format="fp8"),
     ]
     with pytest.raises(ModelError, match=r"lacks a\.scale, which its format fp8 expects$"):
+        load(tmp_path, {"a.weight": torch.zeros(1, dtype=torch.int8)}, *parts)
+    said = r"lacks a\.scale, which its format fp8 expects; a\.weight is not quantized: name a proj"
+    with pytest.raises(ModelError, match=said):
         load(tmp_path, {"a.weight": torch.zeros(1)}, *parts)
     with pytest.raises(ModelError, match=r"lacks norm$"):
         load(tmp_path, {"a.weight": torch.zeros(1)}, WeightPart("norm", torch.empty(1), (1,)))
@@ -97,8 +100,16 @@ def test_a_missing_tensor_says_which_format_expects_it(tmp_path: Path) -> None:
 def test_another_type_is_refused_instead_of_converted(tmp_path: Path) -> None:
     """A quantized tensor read as numbers, its scales ignored, would be another model."""
     for tensor in (torch.zeros(1, dtype=torch.int8), torch.zeros(1).to(torch.float8_e4m3fn)):
-        with pytest.raises(ModelError, match=r"a is of type (I8|F8_E4M3), the config asks for one"):
+        with pytest.raises(ModelError, match=r"a is of type (I8|F8_E4M3), .*; only projections"):
             load(tmp_path, {"a": tensor}, WeightPart("a", torch.empty(1), (1,)))
+
+
+def test_what_headers_say_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    target = torch.full((1,), 7.0)
+    parts = [WeightPart("a", target, (1,)), WeightPart("b", torch.empty(2), (2,))]
+    with pytest.raises(ModelError, match=r"b has shape \(3,\)"):
+        load(tmp_path, {"a": torch.zeros(1), "b": torch.zeros(3)}, *parts)
+    assert target.item() == 7.0
 
 
 def test_pieces_of_a_fused_weight_and_of_a_stack(tmp_path: Path) -> None:

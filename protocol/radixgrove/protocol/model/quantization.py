@@ -330,6 +330,8 @@ def _group(where: str, raw: object) -> tuple[Scheme, tuple[Target, ...]]:
     if strategy == "block":
         block = _block(f"{field}.block_structure", weights.get("block_structure"))
     elif strategy == "group":
+        if weights.get("actorder"):  # else groups may be of columns in an order of their own
+            _choose(weights, "actorder", ("weight", "static"), "static", field)
         block = 1, _columns(f"{field}.group_size", weights.get("group_size"))
     scheme = Scheme(
         scales=Scales.BLOCK if block else Scales(strategy),

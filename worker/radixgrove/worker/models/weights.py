@@ -20,12 +20,14 @@ from radixgrove.kernels.float8 import FLOAT8, to_page
 from radixgrove.protocol.model.config import ModelConfig, ModelError
 from radixgrove.protocol.model.directory import WEIGHTS_INDEX, weight_files
 from radixgrove.protocol.model.fit import count_parameters
-from radixgrove.worker.models.parts import EMBEDDING, HEAD, WeightPart
+from radixgrove.worker.models.parts import EMBEDDING, FLOATS, HEAD, WeightPart
 
 _ROWS_AT_ONCE = 4096  # when two copies of a vocabulary are compared, or eight bits are filled
 _NAMED = 3  # of the tensors that are missing
 _BODY = "model."  # before the names of all tensors but the head's
 _MUCH_MORE = 2  # times the numbers that there are
+_IGNORED = "name a projection that is not quantized among those that the config ignores"
+_ALONE = "only projections may be quantized, and as quantization_config of config.json says"
 _LAYER = re.compile(r"(?:model\.)?layers\.([0-9]{1,9})\.")
 _WEIGHT, _BIAS = ".weight", ".bias"  # end the names of a projection's or a norm's tensors
 
@@ -78,8 +80,10 @@ def load_safetensors(
         checkpoint = _Checkpoint(model_dir, stack)
         wanted = [_as_saved(part, checkpoint, tied=tied) for part in parts]
         missing = [part for part in wanted if part.name not in checkpoint]
-        _refuse_missing([part for part in missing if not part.optional])
+        _refuse_missing([part for part in missing if not part.optional], checkpoint)
         wanted = [part for part in wanted if part.name in checkpoint]
+        for part in wanted:  # before minutes of reading
+            _check(part, checkpoint[part.name])
         _refuse_unread_biases(wanted, checkpoint)
         for done, part in enumerate(wanted, 1):
             _copy(checkpoint, part)
@@ -140,6 +144,8 @@ def _as_saved(part: WeightPart, checkpoint: _Checkpoint, *, tied: bool) -> Weigh
 
 def _compare_tables(part: WeightPart, checkpoint: _Checkpoint) -> None:
     embedding, head = checkpoint[EMBEDDING], checkpoint[HEAD]
+    for name, table in ((EMBEDDING, embedding), (HEAD, head)):
+        _check(replace(part, name=name), table)
     (held,) = part.window
     for start in range(held.start, held.stop, _ROWS_AT_ONCE):
         rows = slice(start, min(start + _ROWS_AT_ONCE, held.stop))
@@ -150,12 +156,12 @@ def _compare_tables(part: WeightPart, checkpoint: _Checkpoint) -> None:
             )
 
 
-def _refuse_missing(parts: Sequence[WeightPart]) -> None:
+def _refuse_missing(parts: Sequence[WeightPart], checkpoint: _Checkpoint) -> None:
     if not parts:
         return
     names: dict[str, dict[str, None]] = defaultdict(dict)  # a stack of experts has several parts
     for part in parts:
-        names[part.format][" or ".join((part.name, *part.aliases))] = None
+        names[part.format][" or ".join(dict.fromkeys((part.name, *part.aliases)))] = None
     kind, found = next(iter(names.items()))
     missing = list(found)
     count = sum(map(len, names.values()))
@@ -163,6 +169,11 @@ def _refuse_missing(parts: Sequence[WeightPart]) -> None:
     expected = f", which its format {kind} expects" if kind else ""
     if instead := parts[0].instead:
         expected += f"; it has no {instead.name} either, where others have the same"
+    weight = parts[0].name.rpartition(".")[0] + _WEIGHT
+    if kind and weight in checkpoint and checkpoint[weight].get_dtype() in FLOATS:
+        expected += f"; {weight} is not quantized: {_IGNORED}"
+    if parts[0].name == HEAD:
+        expected += "; set tie_word_embeddings to true if the embedding is the head"
     raise ModelError(f"checkpoint lacks {', '.join(missing[:_NAMED])}{more}{expected}")
 
 
@@ -173,7 +184,7 @@ def _refuse_unread_biases(parts: Sequence[WeightPart], checkpoint: _Checkpoint) 
         bias = weight.removesuffix(_WEIGHT) + _BIAS
         if bias == weight or bias in names or bias not in checkpoint:
             continue
-        if checkpoint.read(bias).count_nonzero():
+        if checkpoint.read(bias).to(torch.float32).count_nonzero():
             raise ModelError(
                 f"checkpoint has {bias}, and by config.json there is none: a key such as "
                 "attention_bias or mlp_bias is that of another model"
@@ -227,12 +238,10 @@ class _Checkpoint:
 
 
 def _copy(checkpoint: _Checkpoint, part: WeightPart) -> None:
-    source = checkpoint[part.name]
-    _check(part, tuple(source.get_shape()), source.get_dtype())
     if part.loose:
         window = checkpoint.read(part.name).reshape(part.shape)[part.window]
     elif part.window:
-        window = source[part.window]
+        window = checkpoint[part.name][part.window]
     else:
         window = checkpoint.read(part.name)
     if part.store is None:
@@ -244,8 +253,9 @@ def _copy(checkpoint: _Checkpoint, part: WeightPart) -> None:
         raise ModelError(f"{part.name} {error}") from error
 
 
-def _check(part: WeightPart, shape: tuple[int, ...], kind: str) -> None:
-    """Refuse a tensor of another shape or type, before anything of it is read."""
+def _check(part: WeightPart, tensor: Any) -> None:
+    """Refuse a slice of safetensors of another shape or type, before anything is read."""
+    shape, kind = tuple(tensor.get_shape()), tensor.get_dtype()
     found, expected = shape, part.shape
     if part.loose:
         found, expected = (tuple(size for size in x if size != 1) for x in (shape, part.shape))
@@ -254,9 +264,5 @@ def _check(part: WeightPart, shape: tuple[int, ...], kind: str) -> None:
         raise ModelError(f"{part.name} has shape {shape}, {asks} asks for {part.shape}")
     if kind not in part.types:
         types = ", ".join(part.types)
-        hint = (
-            "; name a projection that is not quantized among those that the config ignores"
-            if part.format
-            else ""
-        )
-        raise ModelError(f"{part.name} is of type {kind}, {asks} asks for one of {types}{hint}")
+        hint = _IGNORED if part.format else _ALONE
+        raise ModelError(f"{part.name} is of type {kind}, {asks} asks for one of {types}; {hint}")
