@@ -9,6 +9,7 @@ import pytest
 
 from radixgrove.protocol.formats.grammar import Extent
 from radixgrove.protocol.formats.table import FORMATS
+from radixgrove.protocol.openai.errors import ApiError
 from radixgrove.protocol.openai.parsing import parse_chat
 from radixgrove.protocol.openai.requests import ModelLimits
 from radixgrove.worker.frontend.call_rules import RulePlan, Thoughts, plan_rules
@@ -19,7 +20,7 @@ OPEN, CLOSE, SEP = (MARKERS.ids[text] for text in ("<|open|>", "<|close|>", "<|s
 LIMITS = ModelLimits(max_model_len=4096, vocab_size=TOKENIZER.get_vocab_size())
 
 
-def plan(thoughts: Thoughts, **fields: Any) -> RulePlan:
+def plan(thoughts: Thoughts, form: str = "kimi-k3", **fields: Any) -> RulePlan:
     body = {
         "model": "m",
         "messages": [{"role": "user", "content": "a"}],
@@ -27,7 +28,7 @@ def plan(thoughts: Thoughts, **fields: Any) -> RulePlan:
         **fields,
     }
     request = parse_chat(json.dumps(body).encode(), LIMITS)
-    return plan_rules(request, FORMATS["kimi-k3"], MARKERS, thoughts, (EOS,), schemas=True)
+    return plan_rules(request, FORMATS[form], MARKERS, thoughts, (EOS,), schemas=True)
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
@@ -53,3 +54,10 @@ def test_a_prompt_behind_reasoning_leaves_none() -> None:
 def test_calls_alone_are_banned_not_what_begins_like_them() -> None:
     ((first, second),) = plan(Thoughts.NONE, tool_choice="none").banned
     assert (first, second) == (OPEN, TOKENIZER.encode("tools").ids[0])
+
+
+def test_a_budget_that_cannot_be_held_is_refused_for_the_models_sake() -> None:
+    with pytest.raises(ApiError) as caught:
+        plan(Thoughts.OPEN, "gpt-oss", max_reasoning_tokens=5)
+    assert (caught.value.status, caught.value.param) == (400, "max_reasoning_tokens")
+    assert "this model writes reasoning" in caught.value.message

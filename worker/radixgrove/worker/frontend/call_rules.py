@@ -86,11 +86,18 @@ def plan_rules(
     return RulePlan(grammar, reasoning, triggers, again, banned)
 
 
+def _no_budget() -> errors.ApiError:
+    return errors.unsupported(
+        "max_reasoning_tokens",
+        "'max_reasoning_tokens' is not supported for the way in which this model writes reasoning.",
+    )
+
+
 def _of_messages(request: ChatRequest, channels: Channels, *, schemas: bool) -> RulePlan:
     """The grammar is of the whole output, its thoughts included."""
     tools, constraint = request.tools, request.generation.constraint
     if request.max_reasoning_tokens is not None:
-        raise errors.unsupported("max_reasoning_tokens")
+        raise _no_budget()
     if tools is None and constraint is None:
         return RulePlan()
     called = tools is not None and tools.mode in (ToolMode.REQUIRED, ToolMode.NAMED)
@@ -118,7 +125,7 @@ def _reasoning(
         return None  # the prompt says whether the model reasons; its first token says nothing
     if not end or begin is None:
         if request.max_reasoning_tokens is not None:
-            raise errors.unsupported("max_reasoning_tokens")
+            raise _no_budget()
         if opened:
             param = "tools" if request.generation.constraint is None else "response_format"
             raise errors.unsupported(
