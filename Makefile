@@ -9,7 +9,8 @@ CLUSTER_PYTHON := $(BIN)/python
 unexport PYTHONDONTWRITEBYTECODE
 # Eight processes of tests for two cores, each with whole files (tests/whole_files.py).
 SPREAD ?= --numprocesses auto --maxprocesses 8 --dist loadfile
-# Of make test-all: "or MARK" leaves tests with a mark out.
+# Of make test-all: "same" draws the same examples of properties each time; "or MARK" leaves tests with a mark out.
+EXAMPLES ?= whole
 LATER ?=
 # Drills judge how long clients wait.
 DRILL_SPREAD ?= --numprocesses 3 --dist worksteal
@@ -45,7 +46,7 @@ test-slow: setup-dev ## those of them that take half a minute each, or show the 
 	  --hypothesis-profile whole $(SPREAD)
 
 test-all: setup-dev ## make test and make test-slow in one go: what computes beside what waits
-	$(BIN)/python -m pytest -m "not (gpu or cluster or drill $(LATER))" --hypothesis-profile whole $(SPREAD)
+	$(BIN)/python -m pytest -m "not (gpu or cluster or drill $(LATER))" --hypothesis-profile $(EXAMPLES) $(SPREAD)
 
 test-hopper: setup-dev ## those of them that compile kernels for Hopper
 	$(BIN)/python -m pytest -m "hopper and not gpu" tests/kernels

@@ -99,7 +99,7 @@ class UpProcess:
         assert self.process is not None
         family = self.descendants()
         self.process.send_signal(signal.SIGINT)
-        assert self.process.wait(60) == 0, self.log.read_text()[-4000:]
+        assert self.process.wait(180) == 0, self.log.read_text()[-4000:]
         wait_until(
             lambda: not any(process.is_running() for process in family), what="the last process"
         )
