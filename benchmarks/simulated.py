@@ -157,6 +157,8 @@ class SimulatedReplica:
         capacity: int = 10_000,
         max_model_len: int = 1 << 20,
         keep_bodies: bool = False,
+        namespace: str = NAMESPACE,
+        weight_version: str = "0",
     ) -> None:
         """
         Args:
@@ -179,7 +181,8 @@ class SimulatedReplica:
         self._dp, self._dp_rank = dp, len(self.members) if host is not None else 0
         if host is not None:
             self.members.append(self)
-        self._hasher = BlockHasher(secret, NAMESPACE, BLOCK_TOKENS)
+        self._namespace, self._weight_version = namespace, weight_version
+        self._hasher = BlockHasher(secret, self._namespace, BLOCK_TOKENS)
         self._turn = asyncio.Lock()
         self._busy_until = 0.0
         self._sequence = 0
@@ -215,7 +218,8 @@ class SimulatedReplica:
             service=self._service,
             url=self.members[0].url,
             models=self.models,
-            namespace=NAMESPACE,
+            namespace=self._namespace,
+            weight_version=self._weight_version,
             root=root_fingerprint(self._hasher),
             index_block=BLOCK_TOKENS,
             tokenizer_digest=tokenizer_files().digest,

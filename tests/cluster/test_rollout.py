@@ -35,7 +35,9 @@ def test_no_request_fails_while_engine_settings_roll_and_while_a_bad_model_does_
     before, status = served.pods(), served.status()
     with Traffic(client, status["url"], served.name) as traffic:
         traffic.wait_for_more(2)
-        served.patch({"engine": {"maxRunning": 5, "hostCacheGib": 0.25}})
+        # Clients go on with the name of before; old and new replicas call themselves otherwise.
+        names = {"name": f"{served.name}-2", "aliases": [served.name]}
+        served.patch({"model": names, "engine": {"maxRunning": 5, "hostCacheGib": 0.25}})
         rolled = served.wait_until_ready(2)
         assert rolled["revision"] != status["revision"]
         wait_until(lambda: not before.keys() & served.pods().keys(), "the old pods are gone")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Iterator
 
@@ -112,6 +113,52 @@ async def test_unknown_model_beside_a_single_sleeping_one_is_404_at_once(
     await eventually(lambda: _is(models(router), ["sleeper", "sleeper-alias"]))
     async with asyncio.timeout(25):
         assert (await ask(router, "absent")).status == 404
+
+
+async def test_a_rollout_to_another_model_is_served_by_old_and_new_replicas_side_by_side(
+    redis_server: RedisServer,
+    operator: RedisStore,
+    make_replica: MakeReplica,
+    make_router: MakeRouter,
+) -> None:
+    """Each is asked for a name that it knows; prefixes are found on those that are more."""
+    operator.put(SHARED, 1.0, entry("new", "one", "two", "three"))
+    replicas = [
+        await make_replica(
+            redis_url=redis_server.url,
+            service="svc-new",
+            replica_id=replica_id,
+            models=names,
+            namespace=names[0],
+            weight_version=names[0],
+            keep_bodies=True,
+        )
+        for replica_id, names in (
+            ("one", ["old"]),
+            ("two", ["new", "new-alias"]),
+            ("three", ["new", "new-alias"]),
+        )
+    ]
+    router = await make_router(redis_server, model_table=SHARED)
+    blocks, served = itertools.count(), set()
+
+    async def all_serve() -> bool:
+        answer = await router.post(
+            "/v1/completions", completion(prompt(next(blocks)), model="new-alias")
+        )
+        assert answer.status == 200
+        served.add(answer.replica)
+        return len(served) == len(replicas)
+
+    await eventually(all_serve, what="each replica has served")
+    asked = [{json.loads(body)["model"] for body in r.counters.bodies} for r in replicas]
+    assert asked == [{"old"}, {"new-alias"}, {"new-alias"}]
+
+    async def found_again() -> bool:
+        answer = await router.complete(prompt(*range(1000, 1009)), model="new")
+        return answer.replica != "one" and answer.matched_tokens > 0
+
+    await eventually(found_again, what="a prefix on a new replica")
 
 
 async def test_held_request_is_seen_by_the_operator_and_answered_once_a_replica_is_there(

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from typing import Any
 
+import msgspec
 import pytest
 import redis
 from hypothesis import given
@@ -219,6 +220,45 @@ async def test_mismatch_is_refused_by_name(redis_server: RedisServer) -> None:
     # No replica is left to disagree with.
     async with running(redis_server.url, replica_id="r1", index_block=32):
         pass
+
+
+OTHERS: dict[str, Any] = {
+    "index_block": 32,
+    "tokenizer_digest": "e",
+    "models": ["renamed"],
+    "sharing": "shared",
+}
+
+
+async def test_a_rollout_may_change_what_replicas_agree_on(redis_server: RedisServer) -> None:
+    """Those of one weight version agree with each other, whichever registered last."""
+    async with (
+        running(redis_server.url, replica_id="old-0", weight_version="a"),
+        running(redis_server.url, replica_id="new-0", weight_version="b", **OTHERS),
+        running(redis_server.url, replica_id="old-1", weight_version="a"),
+        running(redis_server.url, replica_id="new-1", weight_version="b", **OTHERS),
+    ):
+        for version, others, words in (
+            ("a", OTHERS, r"tokenizer_digest is 'e' here and 'd' there"),
+            ("b", {}, r"model is 'm' here and 'renamed' there"),
+        ):
+            other = {"replica_id": "stray", "weight_version": version, **others}
+            stray = Engine(redis_server.url, **other)
+            with pytest.raises(RegistrationRefused, match=words):
+                await stray.publisher.start()
+            await stray.publisher.close()
+
+
+async def test_a_replica_of_release_0_1_holds_up_no_rollout(
+    redis_server: RedisServer, client: redis.Redis
+) -> None:
+    """It does not tell its weight version."""
+    async with running(redis_server.url) as old:
+        registered = msgspec.json.decode(client.hget(KEYS.replicas, "r0"))
+        del registered["weight_version"]
+        client.hset(KEYS.replicas, "r0", msgspec.json.encode(registered))
+        async with running(redis_server.url, replica_id="r1", weight_version="b", **OTHERS):
+            assert old.publisher.status().registered
 
 
 async def test_evicting_redis_is_refused(redis_server: RedisServer, client: redis.Redis) -> None:

@@ -7,7 +7,7 @@ All keys of one service share a hash tag, so that a script may touch them togeth
     {prefix}:{<service>}:heartbeat:<id>   STRING  the same of a replica, or of a dedicated router
     {prefix}:users                        STRING  mark of the users that the operator has made
     {prefix}:{<service>}:demand           HASH    router id → JSON of `model_table.Demand`
-    {prefix}:{<service>}:identity         STRING  JSON every replica of the service must agree on
+    {prefix}:{<service>}:identity         STRING  JSON, which replicas of release 0.1 compare
     {prefix}:{<service>}:replicas         HASH    replica id → `registry.Registration` as JSON
     {prefix}:{<service>}:leases           HASH    generation → packed `registry.Lease`
     {prefix}:{<service>}:sequences        HASH    generation → last applied event batch

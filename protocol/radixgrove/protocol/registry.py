@@ -86,6 +86,7 @@ class Registration(msgspec.Struct, kw_only=True):
     tokenizer_digest: str  # `tokenizer.TokenizerFiles.digest`
     engine: EngineInfo
     sharing: str = "private"
+    weight_version: str = "0"  # release 0.1 has it in `namespace` alone
     output_format: str = ""  # the name of `tokenizer.TokenizerFiles.format`
     capabilities: list[str] = []  # `tokenizer.TokenizerFiles.capabilities`
     protocol_version: int = PROTOCOL_VERSION
@@ -136,7 +137,10 @@ class Registration(msgspec.Struct, kw_only=True):
         self.engine.prefill_tokens_per_second = rate
 
     def identity(self) -> dict[str, str | int]:
-        """What all replicas of a service must agree on; anything else would corrupt placement."""
+        """What replicas of a service must agree on: a stray one would answer with another model.
+
+        Those of another `weight_version` are of a rollout, which may change all of it.
+        """
         return {
             "protocol_version": self.protocol_version,
             "hash_scheme": self.hash_scheme,

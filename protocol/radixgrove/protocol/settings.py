@@ -282,7 +282,12 @@ class WorkerSettings(Settings):
     load_format: LoadFormat = _field(
         LoadFormat.SAFETENSORS, "`dummy`: random weights, for benchmarks."
     )
-    weight_version: str = _field("0", "Names the weights in cache keys.", max_length=128)
+    weight_version: str = _field(
+        "0",
+        "Names the weights in cache keys. Of another version, as in a rollout, a replica may have "
+        "another name, tokenizer or index block than the others of its service.",
+        max_length=128,
+    )
     tp: int = _field(1, "Tensor-parallel ranks, always of one machine.", ge=1, le=64, everyday=True)
     pp: int = _field(1, "Pipeline stages.", ge=1, le=64, everyday=True)
     dp: int = _field(

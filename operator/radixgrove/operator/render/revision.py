@@ -191,7 +191,8 @@ def worker_settings(revision: Revision, service: str, config: OperatorConfig) ->
         "service": service,
         "device": revision.hardware.device.value,
         "tp": revision.parallelism.tp,
-        "weight_version": names.digest([revision.model.source, revision.model.revision]),
+        # Replicas of one version must agree, and a revision may change what they agree on.
+        "weight_version": revision.hash,
     }
     if revision.chat_template is not None:
         if "chat_template" in asked:

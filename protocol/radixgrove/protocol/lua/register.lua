@@ -1,7 +1,7 @@
 -- A replica joins its service under a new generation; the one before it is hidden at once.
 -- KEYS: identity, replicas, leases
 -- ARGV: replica id, generation, registration (JSON), identity (JSON), lease ms, load report, state
--- Returns {'OK'} or {'MISMATCH', identity of the living replicas}.
+-- Returns {'OK'} or {'MISMATCH', identity of a living replica}.
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
@@ -10,16 +10,36 @@ local function alive(generation)
   return lease and #lease >= 8 and struct.unpack('<d', lease) > now
 end
 
-local agreed = redis.call('GET', KEYS[1])
-if agreed and agreed ~= ARGV[4] then
-  -- The members of a group live and die together: what is left of its own last start is no other.
-  local group = cjson.decode(ARGV[3]).group or ARGV[1]
-  local replicas = redis.call('HGETALL', KEYS[2])
-  for i = 1, #replicas, 2 do
-    local other = registration(replicas[i + 1])
-    if (other.group or replicas[i]) ~= group and alive(other.generation) then
-      return {'MISMATCH', agreed}
-    end
+local own, identity = cjson.decode(ARGV[3]), cjson.decode(ARGV[4])
+
+-- Replicas of another weight version belong to a rollout, whatever it changes.
+local function is_bound_by(other)
+  return (other.weight_version or '0') == (own.weight_version or '0')
+end
+
+local function identity_of(other)
+  local theirs = {}
+  for field in pairs(identity) do theirs[field] = other[field] end
+  theirs.model = type(other.models) == 'table' and other.models[1] or nil
+  return theirs
+end
+
+local function differs(theirs)
+  for field, value in pairs(theirs) do
+    if value ~= identity[field] then return true end
+  end
+  return false
+end
+
+-- The members of a group live and die together: what is left of its own last start is no other.
+local group = own.group or ARGV[1]
+local replicas = redis.call('HGETALL', KEYS[2])
+for i = 1, #replicas, 2 do
+  local other = registration(replicas[i + 1])
+  local theirs = identity_of(other)
+  if (other.group or replicas[i]) ~= group and alive(other.generation)
+    and is_bound_by(other) and differs(theirs) then
+    return {'MISMATCH', cjson.encode(theirs)}
   end
 end
 redis.call('SET', KEYS[1], ARGV[4])

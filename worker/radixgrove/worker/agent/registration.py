@@ -34,6 +34,7 @@ def describe(runtime: Runtime, info: EngineInfo, dp_rank: int = 0) -> Registrati
         tokenizer_digest=files.digest,
         engine=info,
         sharing=settings.sharing,
+        weight_version=settings.weight_version,
         output_format=files.format.name,
         capabilities=files.capabilities,
     )
