@@ -67,6 +67,24 @@ def test_the_text_of_an_exception_cannot_pass_for_a_record() -> None:
     assert f"| {FORGED}\\r\\x1b[2J" in lines
 
 
+def test_lines_wait_while_no_thread_is_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    reading, writing = os.pipe()
+    writer = LineWriter(writing)
+    with monkeypatch.context() as exhausted:
+        exhausted.setattr(threading.Thread, "start", refuse)
+        writer.write("first")
+    writer.write("second")
+    try:
+        assert writer.flush(30)
+        assert os.read(reading, 100) == b"first\nsecond\n"
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
 def test_lines_beyond_the_bound_are_dropped_counted_and_reported_once() -> None:
     reading, writing = os.pipe()
     writer = LineWriter(writing, limit=100_000)

@@ -150,8 +150,10 @@ class LineWriter:
                 self._unreported += 1
                 self._count(1)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="log writer", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="log writer", daemon=True)
+                with contextlib.suppress(RuntimeError):  # none is to be had now
+                    thread.start()
+                    self._thread = thread
             self._changed.notify_all()
 
     def flush(self, seconds: float = _FLUSH_SECONDS) -> bool:
