@@ -571,18 +571,23 @@ class Clock:
         monkeypatch.setattr("radixgrove.operator.controller.reconciler.time", clock)
 
 
-@pytest.mark.parametrize("lasts", [False, True])
-def test_a_volume_that_is_refused_gives_a_revision_up_only_if_that_lasts(
-    monkeypatch: pytest.MonkeyPatch, lasts: bool
-) -> None:
-    clock, operator = Clock(monkeypatch), Operator()
+def pod_of_a_new_revision(operator: Operator) -> dict[str, Any]:
+    """Of a service of one replica, whose group of before is gone."""
     operator.restart(AT_ONCE)
     operator.settle("n0")
     operator.apply(startup={"timeout": "9m"})
     for _ in range(3):
         operator.context()
     operator.kube.run_pods("n1")
-    pod = operator.pod("llama-0-a2-0")
+    return operator.pod("llama-0-a2-0")
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+def test_a_volume_that_is_refused_gives_a_revision_up_only_if_that_lasts(
+    monkeypatch: pytest.MonkeyPatch, lasts: bool
+) -> None:
+    clock, operator = Clock(monkeypatch), Operator()
+    pod = pod_of_a_new_revision(operator)
     running = pod["status"]
     refuse_mount(operator, pod, 'Multi-Attach error for volume "pvc-1": used by llama-0-a1-0')
     for _ in range(11):
@@ -607,13 +612,7 @@ def test_a_volume_that_came_after_all_is_no_refusal_that_lasts(
 ) -> None:
     """Its Event stays for an hour, while the image is pulled, say."""
     clock, operator = Clock(monkeypatch), Operator()
-    operator.restart(AT_ONCE)
-    operator.settle("n0")
-    operator.apply(startup={"timeout": "9m"})
-    for _ in range(3):
-        operator.context()
-    operator.kube.run_pods("n0")
-    pod = operator.pod("llama-0-a2-0")
+    pod = pod_of_a_new_revision(operator)
     refuse_mount(operator, pod, "failed to sync configmap cache: timed out")
     operator.context()
     assert operator.condition() == "False/VolumeNotMounted"
