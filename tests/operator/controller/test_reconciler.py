@@ -582,6 +582,32 @@ def pod_of_a_new_revision(operator: Operator) -> dict[str, Any]:
     return operator.pod("llama-0-a2-0")
 
 
+@pytest.mark.parametrize("loss", ["evicted", "restarted machine", "replaced", "none"])
+def test_a_group_that_lost_a_pod_while_it_started_gives_no_revision_up(loss: str) -> None:
+    """The other pod's program has ended for that, and may be seen first."""
+    operator = Operator(**TWO_NODES)
+    operator.restart(AT_ONCE)
+    operator.settle()
+    operator.apply(**TWO_NODES, startup={"timeout": "9m"})
+    for _ in range(3):
+        operator.context()
+    operator.kube.run_pods("n0", "n1")
+    for rank in range(2):
+        operator.pod(f"llama-0-a2-{rank}")["status"].pop("conditions")  # running, and not ready
+    operator.context()
+    kill_container(operator.pod("llama-0-a2-0"), "rank 1 (machine 1) is gone")
+    other = operator.pod("llama-0-a2-1")
+    if loss == "evicted":
+        other["status"] = {"phase": "Failed", "message": "The node was low on resource: memory."}
+    elif loss == "restarted machine":
+        kill_container(other, "", reason="Unknown")
+    elif loss == "replaced":
+        other["metadata"]["uid"] = "another"
+    for _ in range(3):
+        operator.context()
+    assert (operator.condition("Degraded") == "True/RolledBack") == (loss == "none")
+
+
 @pytest.mark.parametrize("lasts", [False, True])
 def test_a_volume_that_is_refused_gives_a_revision_up_only_if_that_lasts(
     monkeypatch: pytest.MonkeyPatch, lasts: bool

@@ -127,6 +127,12 @@ def test_where_a_pod_was_taken_away_the_ends_of_its_peers_programs_say_nothing(
     assert crashed.ended
 
 
+def test_a_pod_that_has_run_is_given_its_grace_also_where_its_last_start_failed() -> None:
+    hurt = group(pod(0), pod(1, running=False, ready=False))
+    silent = NODES | {"n1": Node("n1", reachable=False, since=NOW)}
+    assert fault(hurt, nodes=silent, now=NOW + 1) is None
+
+
 @pytest.mark.parametrize(("ran", "ended"), [(599.0, True), (601.0, False)])
 def test_a_rank_that_ended_for_the_want_of_another_one_has_not_failed(
     ran: float, ended: bool

@@ -325,7 +325,8 @@ def test_a_malformed_schema_is_refused_with_the_reason(schema: Any, reason: str)
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_refusal_says_where_the_fault_is(fault: Any, place: str, strict: bool) -> None:
     sound = {"type": "string", "pattern": "x", "default": fault, "minLength": 1}
-    schema = {"type": "object", "properties": {"one": sound, "a/b": {"allOf": [fault]}}}
+    names = dict.fromkeys(("properties", "items", "enum", "$ref"), sound)
+    schema = {"type": "object", "properties": {**names, "a/b": {"allOf": [fault]}}}
     reason = refused(schema_of(schema, strict=strict)).reason
     assert reason.endswith(f" (at #/properties/a~1b/allOf/0/{place})")
 

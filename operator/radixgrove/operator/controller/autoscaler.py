@@ -71,8 +71,11 @@ class Autoscaler:
         current = other_service.spec.replicas
         before = self._last.get(other_service.key, AutoscalingStatus())
         after = decide(scaling, current, self._load(other_service), before, time.time())
-        if after.desired is not None and after.desired != current:
-            self._scale(other_service, after.desired, after.message)
+        desired = current if after.desired is None else after.desired
+        if desired >= current:
+            self._last[other_service.key] = after
+        if desired != current:
+            self._scale(other_service, desired, after.message)
         # Not before: a step down that was refused need not wait for another calm.
         self._last[other_service.key] = after
 

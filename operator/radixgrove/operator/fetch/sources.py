@@ -15,6 +15,7 @@ import base64
 import hashlib
 import json
 import os
+import socket
 import time
 import urllib.parse
 import urllib.request
@@ -437,8 +438,9 @@ class _GoogleIdentity:
                 "GET", url, headers={"Metadata-Flavor": "Google"}, timeout=3.0, retries=False
             )
             found = answer.json() if answer.status == 200 else {}
-        except urllib3.exceptions.NameResolutionError:  # elsewhere than at Google
-            self._none = not self._token
+        except urllib3.exceptions.NameResolutionError as error:
+            passing = getattr(error.__cause__, "errno", None) == socket.EAI_AGAIN
+            self._none = not (self._token or passing)  # elsewhere than at Google
             return
         except (urllib3.exceptions.HTTPError, ValueError):
             return

@@ -66,7 +66,8 @@ def _stranded(group: Group, nodes: Mapping[str, Node]) -> Fault | None:
     """A pod bound to a node that was lost before the pod ran: its group has not served yet."""
     for pod in group.pods:
         node = nodes.get(pod.node)
-        if pod.node and not pod.running and not (node and node.reachable):
+        began = pod.running or pod.phase != "Pending"
+        if pod.node and not began and not (node and node.reachable):
             return Fault(f"{pod.name} never ran on node {pod.node}, which is lost", node=pod.node)
     return None
 
@@ -202,7 +203,9 @@ def after_fault(record: GroupStatus, fault: Fault, recovery: Recovery, now: floa
     if recovery.policy is RecoveryPolicy.NONE:
         return record.model_copy(update=known | {"phase": GroupPhase.FAILED, "detail": detail})
     if of_programs > recovery.max_restarts:
-        last = _fitting(f"{of_programs} failures in a row; the last: {fault.message}")
+        last = _fitting(
+            f"{of_programs} failures of its programs in a row; the last: {fault.message}"
+        )
         return record.model_copy(update=known | {"phase": GroupPhase.FAILED, "detail": last})
     return record.model_copy(
         update=known

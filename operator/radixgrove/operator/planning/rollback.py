@@ -92,4 +92,8 @@ def failing(record: GroupStatus, group: Group | None) -> bool:
     if group is None or record.was_ready:
         return False
     trouble = problem(group)
-    return trouble is not None and trouble.stuck
+    if trouble is None or not trouble.stuck:
+        return False
+    # Once all ranks ran, one may have ended for the want of another pod: recovery judges that.
+    together = group.nodes > 1 and (record.all_ran or group.all_run)
+    return trouble.passes_within > 0 or not together

@@ -33,22 +33,25 @@ def place_of(schema: Any, reason: str) -> str | None:
 
 
 def _keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:
-    """All keys of objects that are no data, as pointer, key and value, in their order; names of
-    `patternProperties` as patterns."""
-    parts = [("#", schema)]
+    """All keywords, as pointer, keyword and value, in their order; names of `patternProperties` as
+    patterns. Names of properties and definitions are no keywords."""
+    parts = [("#", schema, False)]
     while parts:
-        at, part = parts.pop()
-        inner: list[tuple[str, Any]] = []
+        at, part, holds_names = parts.pop()
+        inner: list[tuple[str, Any, bool]] = []
         if isinstance(part, list):
-            inner = [(f"{at}/{number}", item) for number, item in enumerate(part)]
+            inner = [(f"{at}/{number}", item, False) for number, item in enumerate(part)]
         elif isinstance(part, dict):
             for key, value in part.items():
                 here = f"{at}/{key.replace('~', '~0').replace('/', '~1')}"
+                if holds_names:
+                    inner.append((here, value, False))
+                    continue
                 yield here, key, value
                 if key == "patternProperties" and isinstance(value, dict):
                     yield from ((here, _PATTERN, name) for name in value)
                 if key not in _DATA:
-                    inner.append((here, value))
+                    inner.append((here, value, key in MAPS))
         parts += reversed(inner)
 
 

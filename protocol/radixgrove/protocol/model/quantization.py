@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NoReturn
 
@@ -89,10 +89,36 @@ class Target:
     def is_class(self) -> bool:
         return self.text == "Linear"
 
+    @property
+    def is_name(self) -> bool:
+        """Whether it means one projection."""
+        return not (self.is_class or self.text.startswith("re:"))
+
     def matches(self, name: str) -> bool:
         if self.text.startswith("re:"):
             return re.match(self.text[3:], name) is not None
         return self.is_class or self.text == name
+
+
+class _Lookup:
+    """Lists of targets. A mixture may name each of tens of thousands of projections in one."""
+
+    def __init__(self, lists: Iterable[tuple[Target, ...]]) -> None:
+        self._names: dict[str, int] = {}
+        self._others: list[tuple[bool, int, Target]] = []
+        for index, targets in enumerate(lists):
+            for target in targets:
+                if target.is_name:
+                    self._names.setdefault(target.text, index)
+                else:
+                    self._others.append((target.is_class, index, target))
+
+    def find(self, name: str) -> int | None:
+        """The first list that means a projection; one for a class of layers counts last."""
+        found = [(is_class, at) for is_class, at, other in self._others if other.matches(name)]
+        if name in self._names:
+            found.append((False, self._names[name]))
+        return min(found)[1] if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,23 +172,21 @@ class Quantization:
     warns: bool = False  # of an `ignore` that matches nothing
     while_loading: bool = False  # the checkpoint is not quantized
     kv_scales: bool = False  # it has scales of KV in float8, one a layer for keys and for values
+    _ignoring: _Lookup = field(init=False, repr=False, compare=False)
+    _grouping: _Lookup = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_ignoring", _Lookup([self.ignore]))
+        object.__setattr__(self, "_grouping", _Lookup(targets for _, targets in self.groups))
 
     def scheme_of(self, name: str) -> Scheme | None:
-        """How the projection `name` is quantized; None: it is not.
-
-        A target that names it has precedence over one for a class of layers.
-        """
-        if any(entry.matches(name) for entry in self.ignore):
+        """How the projection `name` is quantized; None: it is not."""
+        if self._ignoring.find(name) is not None:
             return None
         if self.skipped is not None and self.skipped.matches(name):
             return None
-        found = [
-            (target.is_class, index)
-            for index, (_, targets) in enumerate(self.groups)
-            for target in targets
-            if target.matches(name)
-        ]
-        return self.groups[min(found)[1]][0] if found else None
+        found = self._grouping.find(name)
+        return None if found is None else self.groups[found][0]
 
     def schemes(self) -> tuple[Scheme, ...]:
         return tuple(scheme for scheme, _ in self.groups)
