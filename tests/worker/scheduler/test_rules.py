@@ -34,7 +34,7 @@ from radixgrove.worker.scheduler.request import Request, RequestState
 from radixgrove.worker.scheduler.rules import SequenceRules, fill_masks, mask_words
 from tests.conftest import wait_until
 from tests.grammars import EOS, TEXTS, decode, encode, tokenizer
-from tests.worker.scheduler.harness import Harness, request
+from tests.worker.scheduler.harness import DEFAULTS, Harness, request
 from tests.worker.scheduler.test_properties import check_empty
 
 VOCAB = len(TEXTS)
@@ -325,6 +325,7 @@ def test_a_lexer_that_failed_fails_no_later_request(monkeypatch: pytest.MonkeyPa
     assert re.fullmatch("[0-9]{50}", answer(run, "later"))
 
 
+ROWS = DEFAULTS.max_rows
 BRANCHES = "|".join(f"{letter}[0-9]{{60}}, and so on, {letter}" for letter in "abcdefgh")
 
 
@@ -397,8 +398,8 @@ def test_those_that_wait_for_a_row_begin_with_the_next_lexer(
         run.submit(request(f"r{i}", encode(f"say {i}"), 90, stop=(EOS,), rules=rules_of(BRANCHES)))
     run_renewing(run)
     assert all(isinstance(end, Tokens) for end in run.ended.values())
-    assert len(renewed) > 8
-    assert 0 not in renewed
+    # A row may begin in the very step in which another one's text exhausts the lexer.
+    assert renewed.count(0) < ROWS < len(renewed)
 
 
 def test_requests_of_one_grammar_share_all_its_lexers() -> None:
