@@ -211,12 +211,17 @@ async def test_starts_before_redis_does(redis_server: RedisServer, client: redis
         await eventually(lambda: engine.in_step(client))
 
 
+async def is_refused(redis_server: RedisServer, words: str, **fields: Any) -> None:
+    engine = Engine(redis_server.url, **fields)
+    with pytest.raises(RegistrationRefused, match=words):
+        await engine.publisher.start()
+    await engine.publisher.close()
+
+
 async def test_mismatch_is_refused_by_name(redis_server: RedisServer) -> None:
     async with running(redis_server.url):
-        other = Engine(redis_server.url, replica_id="r1", index_block=32, tokenizer_digest="e")
-        with pytest.raises(RegistrationRefused, match=r"index_block is 32 here and 16 there"):
-            await other.publisher.start()
-        await other.publisher.close()
+        other: dict[str, Any] = {"replica_id": "r1", "index_block": 32, "tokenizer_digest": "e"}
+        await is_refused(redis_server, r"index_block is 32 here and 16 there", **other)
     # No replica is left to disagree with.
     async with running(redis_server.url, replica_id="r1", index_block=32):
         pass
@@ -242,11 +247,8 @@ async def test_a_rollout_may_change_what_replicas_agree_on(redis_server: RedisSe
             ("a", OTHERS, r"tokenizer_digest is 'e' here and 'd' there"),
             ("b", {}, r"model is 'm' here and 'renamed' there"),
         ):
-            other = {"replica_id": "stray", "weight_version": version, **others}
-            stray = Engine(redis_server.url, **other)
-            with pytest.raises(RegistrationRefused, match=words):
-                await stray.publisher.start()
-            await stray.publisher.close()
+            stray = {"replica_id": "stray", "weight_version": version, **others}
+            await is_refused(redis_server, words, **stray)
 
 
 async def test_a_replica_of_release_0_1_holds_up_no_rollout(
@@ -263,10 +265,7 @@ async def test_a_replica_of_release_0_1_holds_up_no_rollout(
 
 async def test_evicting_redis_is_refused(redis_server: RedisServer, client: redis.Redis) -> None:
     client.config_set("maxmemory-policy", "allkeys-lru")
-    engine = Engine(redis_server.url)
-    with pytest.raises(RegistrationRefused, match="noeviction"):
-        await engine.publisher.start()
-    await engine.publisher.close()
+    await is_refused(redis_server, "noeviction")
 
 
 async def test_restart_under_the_same_name_hides_the_old_generation_at_once(

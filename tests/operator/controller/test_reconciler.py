@@ -355,12 +355,18 @@ def kill_container(pod: dict[str, Any], words: str, reason: str = "Error") -> No
 AT_ONCE = CONFIG.model_copy(update={"drain_notice": 0.0})
 
 
-def test_a_new_image_is_tried_where_it_is_to_run_before_the_only_replica_goes() -> None:
+def trying_an_image() -> Operator:
+    """In place of that of its only replica."""
     operator = Operator(image="example.com/worker:1")
     operator.restart(AT_ONCE)
     operator.settle("n0")
     operator.apply(image="example.com/worker:2")
     operator.context()
+    return operator
+
+
+def test_a_new_image_is_tried_where_it_is_to_run_before_the_only_replica_goes() -> None:
+    operator = trying_an_image()
     (job,) = operator.kube.of("Job")
     kubernetes_validate.validate(job, KUBERNETES, strict=True)
     pod = job["spec"]["template"]["spec"]
@@ -413,11 +419,7 @@ def test_a_new_image_is_tried_where_it_is_to_run_before_the_only_replica_goes() 
 
 
 def test_an_image_that_a_quota_keeps_from_being_tried_holds_up_no_rollout() -> None:
-    operator = Operator(image="example.com/worker:1")
-    operator.restart(AT_ONCE)
-    operator.settle("n0")
-    operator.apply(image="example.com/worker:2")
-    operator.context()
+    operator = trying_an_image()
     assert operator.condition("Progressing") == "True/CheckingImage"
     assert operator.look() <= 5.0, "only Events say why there is no pod"
     refuse_pods_of_job(operator, "Error creating: exceeded quota: small, requested: pods=1")

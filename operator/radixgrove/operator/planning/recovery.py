@@ -108,9 +108,8 @@ def _broken(group: Group, record: GroupStatus) -> Fault | None:
 
 
 def _taken(group: Group, record: GroupStatus) -> Fault | None:
-    known = {pod.name: pod for pod in record.pods}
     for pod in group.pods:
-        before = known.get(pod.name)
+        before = _before(pod, record)
         if record.all_ran and before is not None and before.uid != pod.uid:
             return Fault(f"{pod.name} was replaced")
         if pod.phase in ("Failed", "Succeeded"):
@@ -133,8 +132,12 @@ def _ended(group: Group, record: GroupStatus) -> Fault | None:
     return None
 
 
+def _before(pod: Pod, record: GroupStatus) -> PodRecord | None:
+    return next((known for known in record.pods if known.name == pod.name), None)
+
+
 def _restarted(pod: Pod, record: GroupStatus) -> bool:
-    before = next((known for known in record.pods if known.name == pod.name), None)
+    before = _before(pod, record)
     return pod.restarts > (before.restarts if before else 0)
 
 

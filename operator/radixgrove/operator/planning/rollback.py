@@ -18,7 +18,7 @@ from radixgrove.operator.api.status import (
     GroupStatus,
     InferenceServiceStatus,
 )
-from radixgrove.operator.planning.diagnosis import problem
+from radixgrove.operator.planning.diagnosis import Problem, problem
 from radixgrove.operator.planning.observed import Group
 
 
@@ -61,16 +61,15 @@ def _failed_start(
         group = groups.get(index)
         if record.phase is GroupPhase.FAILED and not record.start_failed:
             continue  # recovery is off, and something took a pod away
-        if failing(record, group) and not _may_pass(record, group, now):
-            trouble = problem(group) if group is not None else None
+        trouble = problem(group) if group is not None else None
+        if failing(record, group) and not _may_pass(record, trouble, now):
             because = f"{trouble.reason}: {trouble.message}" if trouble else record.detail
             return Rollback(target, because[:MAX_DETAIL])
     return None
 
 
-def _may_pass(record: GroupStatus, group: Group | None, now: float) -> bool:
+def _may_pass(record: GroupStatus, trouble: Problem | None, now: float) -> bool:
     """Whether the cluster may yet start what it has refused so far."""
-    trouble = problem(group) if group is not None else None
     if trouble is None or record.start_failed or record.phase is GroupPhase.FAILED:
         return False
     since = times.from_text(record.hindered_since)

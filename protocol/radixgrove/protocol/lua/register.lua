@@ -36,10 +36,9 @@ local group = own.group or ARGV[1]
 local replicas = redis.call('HGETALL', KEYS[2])
 for i = 1, #replicas, 2 do
   local other = registration(replicas[i + 1])
-  local theirs = identity_of(other)
-  if (other.group or replicas[i]) ~= group and alive(other.generation)
-    and is_bound_by(other) and differs(theirs) then
-    return {'MISMATCH', cjson.encode(theirs)}
+  if (other.group or replicas[i]) ~= group and alive(other.generation) and is_bound_by(other) then
+    local theirs = identity_of(other)
+    if differs(theirs) then return {'MISMATCH', cjson.encode(theirs)} end
   end
 end
 redis.call('SET', KEYS[1], ARGV[4])
